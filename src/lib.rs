@@ -1,0 +1,8 @@
+//! A weight cache for candle.
+
+pub mod checkpoint;
+pub mod key;
+pub mod manifest;
+pub mod protocol;
+pub mod slab;
+pub mod socket;

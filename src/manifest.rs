@@ -1,0 +1,625 @@
+//! The manifest: the table that says which tensor lies where inside an epoch's slabs.
+//! It is encoded once, into a sealed memfd, and every party that receives one parses it here.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::key::Key;
+
+/// Version of the manifest's layout. Readers accept this one only.
+pub const FORMAT_VERSION: u32 = 1;
+/// Tensors sit at multiples of this many bytes inside a slab.
+pub const ALIGNMENT: u64 = 256;
+/// Most tensors and aliases one manifest may list, together.
+pub const MAX_TENSORS: usize = 1 << 20;
+/// Most slabs one entry may have: one packet carries them all, with the manifest and the anchor.
+pub const MAX_SLABS: usize = 250;
+/// Longest tensor name, in bytes.
+pub const MAX_NAME: usize = 1024;
+/// Most dimensions of a tensor.
+pub const MAX_RANK: usize = 16;
+/// Largest manifest, in bytes, small files included.
+pub const MAX_BYTES: u64 = 1 << 30;
+/// Largest table, in bytes: a manifest without its small files.
+pub const MAX_TABLE_BYTES: usize = 512 << 20;
+
+const MAGIC: [u8; 8] = *b"CNDLIPC\0";
+const HEADER: usize = 64;
+
+/// A BLAKE3 digest.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, Default)]
+pub struct Digest(pub [u8; 32]);
+
+impl Digest {
+    /// The digest of `bytes`.
+    pub fn of(bytes: &[u8]) -> Self {
+        Self(*blake3::hash(bytes).as_bytes())
+    }
+}
+
+impl From<blake3::Hash> for Digest {
+    fn from(hash: blake3::Hash) -> Self {
+        Self(*hash.as_bytes())
+    }
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(blake3::Hash::from_bytes(self.0).to_hex().as_str())
+    }
+}
+
+impl fmt::Debug for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl std::str::FromStr for Digest {
+    type Err = blake3::HexError;
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        blake3::Hash::from_hex(text).map(Self::from)
+    }
+}
+
+macro_rules! element_types {
+    ($($(#[$doc:meta])* $name:ident, $text:literal, $elements:literal, $bytes:literal, $ggml:literal;)*) => {
+        /// How a tensor's elements are stored: a safetensors dtype or a GGML block type.
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+        #[allow(non_camel_case_types)]
+        #[non_exhaustive]
+        pub enum ElementType { $($(#[$doc])* $name,)* }
+
+        impl ElementType {
+            /// Every type, in the order of their declaration.
+            pub const ALL: &[Self] = &[$(Self::$name),*];
+
+            /// The type's name, as safetensors or GGML spell it.
+            pub fn as_str(self) -> &'static str {
+                match self { $(Self::$name => $text),* }
+            }
+
+            /// Elements in one block; 1 for a plain dtype of whole bytes.
+            pub fn block_elements(self) -> u64 {
+                match self { $(Self::$name => $elements),* }
+            }
+
+            /// Bytes of one block.
+            pub fn block_bytes(self) -> u64 {
+                match self { $(Self::$name => $bytes),* }
+            }
+
+            /// Whether this is a GGML block type, readable as a `QTensor` only.
+            pub fn is_quantized(self) -> bool {
+                match self { $(Self::$name => $ggml),* }
+            }
+        }
+    };
+}
+
+element_types! {
+    /// One byte, 0 or 1.
+    Bool, "BOOL", 1, 1, false;
+    /// Unsigned 8 bits.
+    U8, "U8", 1, 1, false;
+    /// Signed 8 bits.
+    I8, "I8", 1, 1, false;
+    /// Signed 16 bits.
+    I16, "I16", 1, 2, false;
+    /// Unsigned 16 bits.
+    U16, "U16", 1, 2, false;
+    /// Signed 32 bits.
+    I32, "I32", 1, 4, false;
+    /// Unsigned 32 bits.
+    U32, "U32", 1, 4, false;
+    /// Signed 64 bits.
+    I64, "I64", 1, 8, false;
+    /// Unsigned 64 bits.
+    U64, "U64", 1, 8, false;
+    /// 4-bit float, two to a byte.
+    F4, "F4", 2, 1, false;
+    /// 6-bit float, 2 exponent bits, four to three bytes.
+    F6E2M3, "F6_E2M3", 4, 3, false;
+    /// 6-bit float, 3 exponent bits, four to three bytes.
+    F6E3M2, "F6_E3M2", 4, 3, false;
+    /// 8-bit float, 4 exponent bits.
+    F8E4M3, "F8_E4M3", 1, 1, false;
+    /// 8-bit float, 5 exponent bits.
+    F8E5M2, "F8_E5M2", 1, 1, false;
+    /// 8-bit exponent.
+    F8E8M0, "F8_E8M0", 1, 1, false;
+    /// bfloat16.
+    BF16, "BF16", 1, 2, false;
+    /// IEEE half.
+    F16, "F16", 1, 2, false;
+    /// IEEE single.
+    F32, "F32", 1, 4, false;
+    /// IEEE double.
+    F64, "F64", 1, 8, false;
+    /// Two IEEE singles.
+    C64, "C64", 1, 8, false;
+    /// GGML type 2.
+    Q4_0, "Q4_0", 32, 18, true;
+    /// GGML type 3.
+    Q4_1, "Q4_1", 32, 20, true;
+    /// GGML type 6.
+    Q5_0, "Q5_0", 32, 22, true;
+    /// GGML type 7.
+    Q5_1, "Q5_1", 32, 24, true;
+    /// GGML type 8.
+    Q8_0, "Q8_0", 32, 34, true;
+    /// GGML type 9, as candle lays it out: two halves and 32 bytes.
+    Q8_1, "Q8_1", 32, 36, true;
+    /// GGML type 10.
+    Q2K, "Q2_K", 256, 84, true;
+    /// GGML type 11.
+    Q3K, "Q3_K", 256, 110, true;
+    /// GGML type 12.
+    Q4K, "Q4_K", 256, 144, true;
+    /// GGML type 13.
+    Q5K, "Q5_K", 256, 176, true;
+    /// GGML type 14.
+    Q6K, "Q6_K", 256, 210, true;
+    /// GGML type 15.
+    Q8K, "Q8_K", 256, 292, true;
+}
+
+impl ElementType {
+    /// Bytes of a tensor of this type and shape (outermost dimension first).
+    ///
+    /// `None` when the product overflows, or when the last dimension (for packed floats: the
+    /// element count) is not a whole number of blocks.
+    pub fn bytes(self, shape: &[u64]) -> Option<u64> {
+        let count = shape.iter().try_fold(1u64, |n, d| n.checked_mul(*d))?;
+        let block = self.block_elements();
+        if self.is_quantized() && !shape.last()?.is_multiple_of(block) {
+            return None;
+        }
+        if !count.is_multiple_of(block) {
+            return None;
+        }
+        (count / block).checked_mul(self.block_bytes())
+    }
+}
+
+impl fmt::Display for ElementType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// One tensor's place inside the slabs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorEntry {
+    /// The name that the checkpoint gives it.
+    pub name: String,
+    /// How its elements are stored.
+    pub element: ElementType,
+    /// Dimensions, outermost first.
+    pub shape: Vec<u64>,
+    /// Index of its slab.
+    pub slab: u32,
+    /// Bytes from the slab's start; a multiple of [`ALIGNMENT`].
+    pub offset: u64,
+    /// Length in bytes, as [`ElementType::bytes`] says.
+    pub bytes: u64,
+    /// Digest of the bytes in the checkpoint.
+    pub source: Digest,
+    /// Digest of the bytes in the slab.
+    pub stored: Digest,
+}
+
+/// A second name for a tensor: both names share one storage.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Alias {
+    /// The name.
+    pub name: String,
+    /// Index into [`Manifest::tensors`].
+    pub tensor: u32,
+}
+
+/// A small file that travels with the weights, inside the manifest's own memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileEntry {
+    /// Path relative to the checkpoint's folder, with forward slashes.
+    pub name: String,
+    /// Bytes from the manifest's start.
+    pub offset: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+}
+
+/// The decoded table. Every value that [`Manifest::decode`] returns has passed [`Manifest::check`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// What must be equal for these weights to be the right ones.
+    pub key: Key,
+    /// Digest over every tensor's name, type, shape and digests: see [`Manifest::digest`].
+    pub root: Digest,
+    /// Length of each slab, in bytes.
+    pub slabs: Vec<u64>,
+    /// Tensors, sorted by name, each name once.
+    pub tensors: Vec<TensorEntry>,
+    /// Second names, sorted by name, none of them a tensor's own.
+    pub aliases: Vec<Alias>,
+    /// Strings that travel with the weights, sorted by name.
+    pub attributes: Vec<(String, String)>,
+    /// Small files, sorted by name.
+    pub files: Vec<FileEntry>,
+}
+
+/// Why bytes are not a manifest, or why a manifest is not to be believed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ManifestError {
+    /// The bytes do not start as a manifest does.
+    #[error("not a manifest: {0}")]
+    NotAManifest(&'static str),
+    /// Written by another version of this software.
+    #[error(
+        "manifest format version {found}, this build reads version {wanted}: run the same release of \
+         candle-cache and of the engine, and load the model again"
+    )]
+    Version {
+        /// The version found.
+        found: u32,
+        /// The version this build reads.
+        wanted: u32,
+    },
+    /// The table's bytes do not match their digest.
+    #[error("the manifest's table is damaged: digest {found}, its header says {wanted}")]
+    Damaged {
+        /// Digest of the bytes that are there.
+        found: Digest,
+        /// Digest that the header gives.
+        wanted: Digest,
+    },
+    /// The table does not decode.
+    #[error("the manifest's table does not decode: {0}")]
+    Codec(String),
+    /// A number exceeds its limit.
+    #[error("the manifest has {found} {what}, the limit is {limit}")]
+    Limit {
+        /// What is counted.
+        what: &'static str,
+        /// The count.
+        found: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// A statement about one tensor, alias or file does not hold.
+    #[error("manifest entry `{name}`: {what}")]
+    Entry {
+        /// The entry's name.
+        name: String,
+        /// What does not hold.
+        what: String,
+    },
+    /// The root digest is not the digest of the table.
+    #[error("the manifest's root digest is {found}, its tensors make {wanted}")]
+    Root {
+        /// The digest in the manifest.
+        found: Digest,
+        /// The digest computed.
+        wanted: Digest,
+    },
+}
+
+fn entry_error(name: &str, what: impl Into<String>) -> ManifestError {
+    ManifestError::Entry {
+        name: name.to_string(),
+        what: what.into(),
+    }
+}
+
+fn within(what: &'static str, found: usize, limit: usize) -> Result<(), ManifestError> {
+    if found > limit {
+        return Err(ManifestError::Limit {
+            what,
+            found: found as u64,
+            limit: limit as u64,
+        });
+    }
+    Ok(())
+}
+
+impl Manifest {
+    /// Encodes the manifest with its small files (`name`, bytes), ready to be written to a memfd.
+    ///
+    /// Fills in [`Manifest::files`], sorts every list, and computes the root.
+    ///
+    /// # Errors
+    /// When a limit is exceeded or the manifest does not hold together ([`Manifest::check`]).
+    pub fn encode(&mut self, mut files: Vec<(String, Vec<u8>)>) -> Result<Vec<u8>, ManifestError> {
+        files.sort_by(|a, b| a.0.cmp(&b.0));
+        self.attributes.sort();
+        self.root = self.digest();
+        // Offsets have a fixed width in the table, so that its length does not depend on them.
+        self.files = files
+            .iter()
+            .map(|(name, bytes)| FileEntry {
+                name: name.clone(),
+                offset: 0,
+                bytes: bytes.len() as u64,
+            })
+            .collect();
+        let table = bincode::serde::encode_to_vec(&*self, codec())
+            .map_err(|e| ManifestError::Codec(e.to_string()))?;
+        within("bytes of table", table.len(), MAX_TABLE_BYTES)?;
+        let mut end = (HEADER + table.len()) as u64;
+        for file in &mut self.files {
+            file.offset = end.next_multiple_of(64);
+            end = file.offset + file.bytes;
+        }
+        if end > MAX_BYTES {
+            return Err(ManifestError::Limit {
+                what: "bytes",
+                found: end,
+                limit: MAX_BYTES,
+            });
+        }
+        let table = bincode::serde::encode_to_vec(&*self, codec())
+            .map_err(|e| ManifestError::Codec(e.to_string()))?;
+        let mut out = Vec::with_capacity(end as usize);
+        out.extend_from_slice(&MAGIC);
+        out.extend_from_slice(&FORMAT_VERSION.to_le_bytes());
+        out.extend_from_slice(&0u32.to_le_bytes());
+        out.extend_from_slice(&(table.len() as u64).to_le_bytes());
+        out.extend_from_slice(&Digest::of(&table).0);
+        out.resize(HEADER, 0);
+        out.extend_from_slice(&table);
+        for (entry, (_, bytes)) in self.files.iter().zip(&files) {
+            out.resize(entry.offset as usize, 0);
+            out.extend_from_slice(bytes);
+        }
+        self.check(out.len() as u64)?;
+        Ok(out)
+    }
+
+    /// Decodes and checks a manifest.
+    ///
+    /// # Errors
+    /// When the bytes are not a manifest of this version, are damaged, or claim what does not hold.
+    pub fn decode(bytes: &[u8]) -> Result<Self, ManifestError> {
+        if bytes.len() < HEADER {
+            return Err(ManifestError::NotAManifest("shorter than its header"));
+        }
+        let (header, rest) = bytes.split_at(HEADER);
+        if header[..8] != MAGIC {
+            return Err(ManifestError::NotAManifest("other magic bytes"));
+        }
+        let found = u32::from_le_bytes([header[8], header[9], header[10], header[11]]);
+        if found != FORMAT_VERSION {
+            return Err(ManifestError::Version {
+                found,
+                wanted: FORMAT_VERSION,
+            });
+        }
+        let mut length = [0; 8];
+        length.copy_from_slice(&header[16..24]);
+        let length = u64::from_le_bytes(length);
+        if length > MAX_TABLE_BYTES as u64 {
+            return Err(ManifestError::Limit {
+                what: "bytes of table",
+                found: length,
+                limit: MAX_TABLE_BYTES as u64,
+            });
+        }
+        let Some(table) = rest.get(..length as usize) else {
+            return Err(ManifestError::NotAManifest("shorter than its table"));
+        };
+        let mut wanted = Digest::default();
+        wanted.0.copy_from_slice(&header[24..56]);
+        let found = Digest::of(table);
+        if found != wanted {
+            return Err(ManifestError::Damaged { found, wanted });
+        }
+        let (manifest, read): (Self, usize) = bincode::serde::decode_from_slice(table, codec())
+            .map_err(|e| ManifestError::Codec(e.to_string()))?;
+        if read != table.len() {
+            return Err(ManifestError::NotAManifest(
+                "bytes left over after the table",
+            ));
+        }
+        manifest.check(bytes.len() as u64)?;
+        let wanted = manifest.digest();
+        if manifest.root != wanted {
+            return Err(ManifestError::Root {
+                found: manifest.root,
+                wanted,
+            });
+        }
+        Ok(manifest)
+    }
+
+    /// The digest over every tensor: name, type, shape, both digests; and over the aliases.
+    /// Where a tensor lies does not count, so two layouts of the same weights agree.
+    pub fn digest(&self) -> Digest {
+        let mut hasher = blake3::Hasher::new_derive_key("candle-ipc-cache 1 root over tensors");
+        let mut line = Vec::with_capacity(256);
+        for t in &self.tensors {
+            line.clear();
+            line.extend_from_slice(&(t.name.len() as u64).to_le_bytes());
+            line.extend_from_slice(t.name.as_bytes());
+            line.extend_from_slice(t.element.as_str().as_bytes());
+            line.push(0);
+            line.extend_from_slice(&(t.shape.len() as u64).to_le_bytes());
+            for d in &t.shape {
+                line.extend_from_slice(&d.to_le_bytes());
+            }
+            line.extend_from_slice(&t.source.0);
+            line.extend_from_slice(&t.stored.0);
+            hasher.update(&line);
+        }
+        for a in &self.aliases {
+            line.clear();
+            line.extend_from_slice(&(a.name.len() as u64).to_le_bytes());
+            line.extend_from_slice(a.name.as_bytes());
+            line.extend_from_slice(&a.tensor.to_le_bytes());
+            hasher.update(&line);
+        }
+        hasher.finalize().into()
+    }
+
+    /// Checks everything that a reader relies on. `total` is the length of the manifest's memory.
+    ///
+    /// # Errors
+    /// Names the first entry that does not hold: unsorted or doubled names, a length that its type
+    /// and shape do not give, a place outside its slab, an overlap, a dangling alias or file.
+    pub fn check(&self, total: u64) -> Result<(), ManifestError> {
+        within(
+            "tensors",
+            self.tensors.len().saturating_add(self.aliases.len()),
+            MAX_TENSORS,
+        )?;
+        within("slabs", self.slabs.len(), MAX_SLABS)?;
+        if self.tensors.is_empty() {
+            return Err(ManifestError::NotAManifest("it lists no tensors"));
+        }
+        self.slabs
+            .iter()
+            .try_fold(0u64, |n, s| n.checked_add(*s))
+            .ok_or(ManifestError::NotAManifest("its slabs' lengths overflow"))?;
+        sorted(self.tensors.iter().map(|t| t.name.as_str()))?;
+        sorted(self.aliases.iter().map(|a| a.name.as_str()))?;
+        sorted(self.files.iter().map(|f| f.name.as_str()))?;
+        for t in &self.tensors {
+            self.check_tensor(t)?;
+        }
+        self.check_overlaps()?;
+        for a in &self.aliases {
+            if a.tensor as usize >= self.tensors.len() {
+                return Err(entry_error(
+                    &a.name,
+                    "an alias of a tensor that is not in the table",
+                ));
+            }
+            if self
+                .tensors
+                .binary_search_by(|t| t.name.as_str().cmp(&a.name))
+                .is_ok()
+            {
+                return Err(entry_error(&a.name, "both a tensor and an alias"));
+            }
+        }
+        for f in &self.files {
+            if f.offset < HEADER as u64
+                || f.offset.checked_add(f.bytes).is_none_or(|end| end > total)
+            {
+                return Err(entry_error(
+                    &f.name,
+                    "a file that lies outside the manifest",
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_tensor(&self, t: &TensorEntry) -> Result<(), ManifestError> {
+        within("bytes in a tensor's name", t.name.len(), MAX_NAME)?;
+        within("dimensions of a tensor", t.shape.len(), MAX_RANK)?;
+        if t.element.bytes(&t.shape) != Some(t.bytes) {
+            return Err(entry_error(
+                &t.name,
+                format!(
+                    "{} of shape {:?} is not {} bytes",
+                    t.element, t.shape, t.bytes
+                ),
+            ));
+        }
+        if t.bytes == 0 {
+            return Ok(());
+        }
+        let Some(slab) = self.slabs.get(t.slab as usize) else {
+            return Err(entry_error(
+                &t.name,
+                format!("lies in slab {} of {}", t.slab, self.slabs.len()),
+            ));
+        };
+        if !t.offset.is_multiple_of(ALIGNMENT) {
+            return Err(entry_error(
+                &t.name,
+                format!("offset {} is not a multiple of {ALIGNMENT}", t.offset),
+            ));
+        }
+        if t.offset.checked_add(t.bytes).is_none_or(|end| end > *slab) {
+            return Err(entry_error(
+                &t.name,
+                format!(
+                    "{} bytes at {} lie outside their slab of {slab} bytes",
+                    t.bytes, t.offset
+                ),
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_overlaps(&self) -> Result<(), ManifestError> {
+        let mut order: Vec<u32> = (0..self.tensors.len() as u32)
+            .filter(|i| self.tensors[*i as usize].bytes > 0)
+            .collect();
+        order.sort_unstable_by_key(|i| {
+            let t = &self.tensors[*i as usize];
+            (t.slab, t.offset)
+        });
+        for pair in order.windows(2) {
+            let (a, b) = (
+                &self.tensors[pair[0] as usize],
+                &self.tensors[pair[1] as usize],
+            );
+            if a.slab == b.slab && a.offset + a.bytes > b.offset {
+                return Err(entry_error(&b.name, format!("overlaps `{}`", a.name)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Index of the tensor that `name`, a tensor's own name or an alias, stands for.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        match self.tensors.binary_search_by(|t| t.name.as_str().cmp(name)) {
+            Ok(i) => Some(i),
+            Err(_) => {
+                let i = self
+                    .aliases
+                    .binary_search_by(|a| a.name.as_str().cmp(name))
+                    .ok()?;
+                Some(self.aliases[i].tensor as usize)
+            }
+        }
+    }
+
+    /// Every name: the tensors' own, then the aliases.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors
+            .iter()
+            .map(|t| t.name.as_str())
+            .chain(self.aliases.iter().map(|a| a.name.as_str()))
+    }
+
+    /// Bytes of all slabs: what the entry takes from its device, exactly.
+    pub fn memory_bytes(&self) -> u64 {
+        self.slabs.iter().sum()
+    }
+}
+
+fn sorted<'a>(names: impl Iterator<Item = &'a str>) -> Result<(), ManifestError> {
+    let mut last: Option<&str> = None;
+    for name in names {
+        if last.is_some_and(|l| l >= name) {
+            return Err(entry_error(
+                name,
+                "names are not sorted, or one stands twice",
+            ));
+        }
+        last = Some(name);
+    }
+    Ok(())
+}
+
+fn codec() -> impl bincode::config::Config {
+    // Fixed-width integers: a file's offset does not change the table's length.
+    bincode::config::standard()
+        .with_fixed_int_encoding()
+        .with_limit::<MAX_TABLE_BYTES>()
+}
