@@ -1,6 +1,8 @@
 //! A weight cache for candle.
 
 pub mod checkpoint;
+#[cfg(feature = "cli")]
+pub mod daemon;
 pub mod key;
 pub mod manifest;
 pub mod protocol;

@@ -1,2 +1,103 @@
-//! The command line.
-fn main() {}
+//! The command line: serve, load, status, unload, stop.
+//! Every flag is an environment variable too; exit codes stand in [`exit`].
+
+// A program's items reach nobody else: `pub` says here what the commands share.
+#![allow(unreachable_pub)]
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::builder::FalseyValueParser;
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+mod client;
+mod load;
+mod serve;
+mod status;
+mod stop;
+mod unload;
+
+/// What the program's exit codes mean.
+pub mod exit {
+    /// Done, as asked.
+    pub const DONE: u8 = 0;
+    /// The command line is wrong.
+    pub const USAGE: u8 = 2;
+    /// No daemon could be reached.
+    pub const NO_DAEMON: u8 = 3;
+    /// The daemon refused.
+    pub const REFUSED: u8 = 4;
+    /// It was tried, and failed.
+    pub const FAILED: u8 = 5;
+}
+
+/// Load a model's weights once; every candle process on this machine attaches to them in milliseconds.
+#[derive(Debug, Parser)]
+#[command(name = "candle-cache", bin_name = "candle-cache", version)]
+#[command(
+    after_help = "Exit codes: 0 done, 2 usage, 3 no daemon, 4 refused, 5 failed.\n\
+    Log: CANDLE_CACHE_LOG (for instance `debug`, or `candle_ipc_cache=trace`)."
+)]
+struct Cli {
+    #[command(flatten)]
+    global: Global,
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// Flags that every command takes.
+#[derive(Debug, clap::Args)]
+pub struct Global {
+    /// Folder of the daemon's socket [default: $XDG_RUNTIME_DIR/candle-ipc-cache, else candle-ipc-cache-UID in the
+    /// folder for temporary files]
+    #[arg(
+        long,
+        global = true,
+        value_name = "DIR",
+        env = "CANDLE_CACHE_SOCKET_DIR"
+    )]
+    pub socket_dir: Option<PathBuf>,
+    /// Print JSON
+    #[arg(long, global = true, env = "CANDLE_CACHE_JSON", value_parser = FalseyValueParser::new())]
+    pub json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the daemon
+    Serve(serve::Args),
+    /// Load a model and hand it to the daemon
+    Load(load::Args),
+    /// Show what the daemon holds
+    Status(status::Args),
+    /// Remove an entry
+    Unload(unload::Args),
+    /// Stop the daemon
+    Stop(stop::Args),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let level = if matches!(cli.command, Command::Serve(_)) {
+        "info"
+    } else {
+        "warn"
+    };
+    let filter =
+        EnvFilter::try_from_env("CANDLE_CACHE_LOG").unwrap_or_else(|_| EnvFilter::new(level));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+        .with_target(false)
+        .init();
+    let code = match cli.command {
+        Command::Serve(args) => serve::run(args, &cli.global),
+        Command::Load(args) => load::run(args, &cli.global),
+        Command::Status(args) => status::run(args, &cli.global),
+        Command::Unload(args) => unload::run(args, &cli.global),
+        Command::Stop(args) => stop::run(args, &cli.global),
+    };
+    ExitCode::from(code)
+}

@@ -1,0 +1,812 @@
+//! The table of entries: what is ready, loading, failed, and what engines still hold of what is gone.
+//! Pure bookkeeping behind one lock that is never held across a wait.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{BuildHasher, RandomState};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Instant, SystemTime};
+
+use tokio::sync::watch;
+
+use super::lock;
+use super::offer::{Offered, Summary};
+use crate::protocol::{
+    self, EntryId, EntryStatus, EpochId, Progress, ReadyStatus, Refusal, Reply, clip,
+};
+use crate::slab::DeviceId;
+
+/// Most holders that a status lists.
+const MAX_HOLDERS: usize = 64;
+/// Bytes of one status page.
+const PAGE: usize = protocol::MAX_PACKET - 1024;
+
+/// A refusal on its way to a peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Refused {
+    pub(super) code: Refusal,
+    pub(super) reason: String,
+}
+
+impl Refused {
+    pub(super) fn new(code: Refusal, reason: impl Into<String>) -> Self {
+        Self {
+            code,
+            reason: reason.into(),
+        }
+    }
+}
+
+impl From<Refused> for Reply {
+    fn from(refused: Refused) -> Self {
+        Self::Refused {
+            code: refused.code,
+            reason: clip(&refused.reason),
+        }
+    }
+}
+
+/// The descriptors of a published load.
+#[derive(Debug)]
+pub(super) struct Epoch {
+    pub(super) id: EpochId,
+    pub(super) manifest: Arc<OwnedFd>,
+    pub(super) anchor: Option<OwnedFd>,
+    pub(super) slabs: Arc<Vec<OwnedFd>>,
+    pub(super) summary: Summary,
+    published: Instant,
+}
+
+impl Epoch {
+    /// `[manifest, anchor, slab…]`, as messages carry them.
+    pub(super) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        std::iter::once(self.manifest.as_fd())
+            .chain(self.anchor.iter().map(AsFd::as_fd))
+            .chain(self.slabs.iter().map(AsFd::as_fd))
+            .collect()
+    }
+}
+
+/// Who holds an epoch: lease number and process.
+type Holders = BTreeMap<u64, i32>;
+
+#[derive(Debug)]
+struct Ready {
+    epoch: Arc<Epoch>,
+    holders: Holders,
+}
+
+/// What engines still hold of an epoch whose descriptors are gone from here.
+#[derive(Debug)]
+struct Retired {
+    epoch: EpochId,
+    bytes: u64,
+    holders: Holders,
+}
+
+#[derive(Debug)]
+struct Loading {
+    number: u64,
+    /// Dropped when the load is over, whatever its end: that wakes those who wait for it.
+    progress: watch::Sender<Progress>,
+    last: Option<Instant>,
+}
+
+#[derive(Debug, Default)]
+struct Entry {
+    ready: Option<Ready>,
+    loading: Option<Loading>,
+    failed: Option<String>,
+    retired: Vec<Retired>,
+}
+
+impl Entry {
+    fn is_empty(&self) -> bool {
+        self.ready.is_none()
+            && self.loading.is_none()
+            && self.failed.is_none()
+            && self.retired.is_empty()
+    }
+
+    fn retire(&mut self) {
+        if let Some(Ready { epoch, holders }) = self.ready.take()
+            && !holders.is_empty()
+        {
+            self.retired.push(Retired {
+                epoch: epoch.id,
+                bytes: epoch.summary.memory_bytes,
+                holders,
+            });
+        }
+    }
+
+    fn status(&self, entry: &EntryId) -> EntryStatus {
+        EntryStatus {
+            entry: entry.clone(),
+            ready: self.ready.as_ref().map(|ready| ReadyStatus {
+                epoch: ready.epoch.id,
+                root: ready.epoch.summary.root.to_string(),
+                tensors: ready.epoch.summary.tensors,
+                memory_bytes: ready.epoch.summary.memory_bytes,
+                leases: ready.holders.len() as u64,
+                holders: ready.holders.values().copied().take(MAX_HOLDERS).collect(),
+                age_seconds: ready.epoch.published.elapsed().as_secs(),
+            }),
+            loading: self
+                .loading
+                .as_ref()
+                .map(|loading| loading.progress.borrow().clone()),
+            failed: self.failed.clone(),
+            retired_bytes: self
+                .retired
+                .iter()
+                .fold(0, |sum, retired| sum.saturating_add(retired.bytes)),
+        }
+    }
+}
+
+/// Every entry.
+#[derive(Debug)]
+pub(super) struct Registry {
+    table: Mutex<BTreeMap<EntryId, Entry>>,
+    numbers: AtomicU64,
+    max_entries: usize,
+}
+
+/// What an attach finds.
+#[derive(Debug)]
+pub(super) enum Found {
+    /// The descriptors, and the lease that counts from now on.
+    Ready(Arc<Epoch>, Lease),
+    /// Not yet; the channel closes when the load is over.
+    Loading(watch::Receiver<Progress>),
+}
+
+/// An announced load. Dropping it says that the worker ended too early.
+#[derive(Debug)]
+pub(super) struct Load {
+    registry: Arc<Registry>,
+    pub(super) entry: EntryId,
+    number: u64,
+}
+
+/// An engine's hold on an epoch. Dropping it ends it.
+#[derive(Debug)]
+pub(super) struct Lease {
+    registry: Arc<Registry>,
+    entry: EntryId,
+    epoch: EpochId,
+    number: u64,
+}
+
+impl Registry {
+    pub(super) fn new(max_entries: usize) -> Self {
+        Self {
+            table: Mutex::default(),
+            numbers: AtomicU64::new(0),
+            max_entries,
+        }
+    }
+
+    /// Begins a load.
+    pub(super) fn announce(self: &Arc<Self>, entry: &EntryId, bytes: u64) -> Result<Load, Refused> {
+        let mut table = lock(&self.table);
+        if !table.contains_key(entry) && table.len() >= self.max_entries {
+            return Err(Refused::new(
+                Refusal::Busy,
+                format!(
+                    "the daemon has {} entries, its limit: unload one",
+                    self.max_entries
+                ),
+            ));
+        }
+        let slot = table.entry(entry.clone()).or_default();
+        if let Some(loading) = &slot.loading {
+            let progress = loading.progress.borrow();
+            return Err(Refused::new(
+                Refusal::AlreadyLoading,
+                format!(
+                    "another worker is loading {entry} ({} of {} bytes): wait for it, or abandon it with \
+                     `candle-cache unload --force`",
+                    progress.done, progress.total
+                ),
+            ));
+        }
+        let number = self.number();
+        slot.loading = Some(Loading {
+            number,
+            progress: watch::Sender::new(Progress {
+                phase: "plan".into(),
+                done: 0,
+                total: bytes,
+            }),
+            last: None,
+        });
+        Ok(Load {
+            registry: self.clone(),
+            entry: entry.clone(),
+            number,
+        })
+    }
+
+    /// Looks an entry up for process `pid`.
+    pub(super) fn find(
+        self: &Arc<Self>,
+        entry: &EntryId,
+        epoch: Option<EpochId>,
+        pid: i32,
+    ) -> Result<Found, Refused> {
+        let mut table = lock(&self.table);
+        let Some(slot) = table.get_mut(entry) else {
+            return Err(absent(&table, entry));
+        };
+        if let Some(ready) = &mut slot.ready {
+            if let Some(wanted) = epoch.filter(|e| *e != ready.epoch.id) {
+                return Err(Refused::new(
+                    Refusal::NoEpoch,
+                    format!(
+                        "epoch {wanted} of {entry} is gone, the daemon holds epoch {}: attach without an epoch, or \
+                         to that one",
+                        ready.epoch.id
+                    ),
+                ));
+            }
+            let number = self.number();
+            ready.holders.insert(number, pid);
+            let lease = Lease {
+                registry: self.clone(),
+                entry: entry.clone(),
+                epoch: ready.epoch.id,
+                number,
+            };
+            return Ok(Found::Ready(ready.epoch.clone(), lease));
+        }
+        // A load makes a new epoch: who wants an old one need not wait for it.
+        if let Some(wanted) = epoch {
+            return Err(Refused::new(
+                Refusal::NoEpoch,
+                format!("epoch {wanted} of {entry} is gone: attach without an epoch"),
+            ));
+        }
+        if let Some(loading) = &slot.loading {
+            return Ok(Found::Loading(loading.progress.subscribe()));
+        }
+        if let Some(reason) = &slot.failed {
+            return Err(Refused::new(
+                Refusal::LoadFailed,
+                format!("loading {entry} failed: {reason}"),
+            ));
+        }
+        Err(absent(&table, entry))
+    }
+
+    /// Removes entries of that name; all that match, or none.
+    pub(super) fn unload(
+        &self,
+        name: &str,
+        role: Option<&str>,
+        device: Option<DeviceId>,
+        force: bool,
+    ) -> Result<(), Refused> {
+        let mut table = lock(&self.table);
+        let matching: Vec<EntryId> = table
+            .iter()
+            .filter(|(id, slot)| {
+                id.name == name
+                    && role.is_none_or(|role| role == id.role)
+                    && device.is_none_or(|device| device == id.device)
+                    && (slot.ready.is_some() || slot.loading.is_some() || slot.failed.is_some())
+            })
+            .map(|(id, _)| id.clone())
+            .collect();
+        if matching.is_empty() {
+            let mut what = format!("`{name}`");
+            if let Some(role) = role {
+                what.push_str(&format!(" in role `{role}`"));
+            }
+            if let Some(device) = device {
+                what.push_str(&format!(" on {device}"));
+            }
+            return Err(Refused::new(
+                Refusal::NoEntry,
+                format!("no entry {what} is held; {}", nearest(&table, name)),
+            ));
+        }
+        if !force {
+            for id in &matching {
+                in_use(id, &table[id])?;
+            }
+        }
+        for id in matching {
+            if let Some(slot) = table.get_mut(&id) {
+                slot.retire();
+                slot.loading = None;
+                slot.failed = None;
+                if slot.is_empty() {
+                    table.remove(&id);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// One page of entries after `after`, and whether there are more.
+    pub(super) fn page(&self, after: Option<&EntryId>) -> (Vec<EntryStatus>, bool) {
+        use std::ops::Bound::{Excluded, Unbounded};
+        let table = lock(&self.table);
+        let mut entries = Vec::new();
+        let mut room = PAGE;
+        let rest = match after {
+            Some(after) => table.range::<EntryId, _>((Excluded(after), Unbounded)),
+            None => table.range::<EntryId, _>(..),
+        };
+        for (id, slot) in rest {
+            let status = slot.status(id);
+            let bytes = protocol::encode(&status).map_or(usize::MAX, |packet| packet.len());
+            if bytes > room {
+                return (entries, true);
+            }
+            room -= bytes;
+            entries.push(status);
+        }
+        (entries, false)
+    }
+
+    fn number(&self) -> u64 {
+        self.numbers.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn over(&self, load: &Load, failed: Option<String>) -> bool {
+        let mut table = lock(&self.table);
+        let Some(slot) = table.get_mut(&load.entry) else {
+            return false;
+        };
+        if slot
+            .loading
+            .as_ref()
+            .is_none_or(|l| l.number != load.number)
+        {
+            return false;
+        }
+        slot.failed = failed;
+        slot.loading = None;
+        true
+    }
+}
+
+impl Load {
+    /// Notes how far it has come. More than ten a second are not noted.
+    pub(super) fn progress(&self, progress: Progress) {
+        let mut table = lock(&self.registry.table);
+        let loading = table
+            .get_mut(&self.entry)
+            .and_then(|slot| slot.loading.as_mut())
+            .filter(|loading| loading.number == self.number);
+        let Some(loading) = loading else { return };
+        let early = loading
+            .last
+            .is_some_and(|last| last.elapsed().as_millis() < 100);
+        if early && loading.progress.borrow().phase == progress.phase {
+            return;
+        }
+        loading.last = Some(Instant::now());
+        loading.progress.send_replace(progress);
+    }
+
+    /// Ends it without a result.
+    pub(super) fn fail(self, reason: impl Into<String>) {
+        let reason = clip(&reason.into());
+        tracing::warn!("loading {} failed: {reason}", self.entry);
+        self.registry.over(&self, Some(reason));
+    }
+
+    /// Publishes its result: at once for everybody who attaches from now on.
+    pub(super) fn publish(self, offered: Offered) -> Result<(EpochId, bool), Refused> {
+        let mut table = lock(&self.registry.table);
+        let slot = table
+            .get_mut(&self.entry)
+            .filter(|slot| {
+                slot.loading
+                    .as_ref()
+                    .is_some_and(|l| l.number == self.number)
+            })
+            .ok_or_else(|| {
+                Refused::new(
+                    Refusal::NoEntry,
+                    format!("{} was unloaded while it was loading", self.entry),
+                )
+            })?;
+        slot.loading = None;
+        slot.failed = None;
+        if let Some(ready) = &mut slot.ready
+            && ready.epoch.summary.same_content(&offered.summary)
+        {
+            let id = ready.epoch.id;
+            // The same bytes in the same places, perhaps with newer receipts: those are worth
+            // having, since engines compare files with them.
+            if ready.epoch.summary.layout == offered.summary.layout {
+                let old = &ready.epoch;
+                let anchor = old.anchor.as_ref().and_then(|fd| fd.try_clone().ok());
+                if anchor.is_some() == old.anchor.is_some() {
+                    ready.epoch = Arc::new(Epoch {
+                        id,
+                        manifest: offered.manifest,
+                        anchor,
+                        slabs: old.slabs.clone(),
+                        summary: offered.summary,
+                        published: old.published,
+                    });
+                }
+            }
+            tracing::info!("{} is unchanged: epoch {id}", self.entry);
+            return Ok((id, true));
+        }
+        slot.retire();
+        let epoch = Epoch {
+            id: random_id(self.number),
+            manifest: offered.manifest,
+            anchor: offered.anchor,
+            slabs: Arc::new(offered.slabs),
+            summary: offered.summary,
+            published: Instant::now(),
+        };
+        let id = epoch.id;
+        tracing::info!(
+            "published {} as epoch {id}: {} tensors, {} bytes",
+            self.entry,
+            epoch.summary.tensors,
+            epoch.summary.memory_bytes
+        );
+        slot.ready = Some(Ready {
+            epoch: Arc::new(epoch),
+            holders: Holders::new(),
+        });
+        Ok((id, false))
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        let reason = "the worker ended before it finished";
+        if self.registry.over(self, Some(reason.into())) {
+            tracing::warn!("loading {} failed: {reason}", self.entry);
+        }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let mut table = lock(&self.registry.table);
+        let Some(slot) = table.get_mut(&self.entry) else {
+            return;
+        };
+        if let Some(ready) = &mut slot.ready
+            && ready.epoch.id == self.epoch
+        {
+            ready.holders.remove(&self.number);
+        }
+        for retired in &mut slot.retired {
+            if retired.epoch == self.epoch {
+                retired.holders.remove(&self.number);
+            }
+        }
+        slot.retired.retain(|retired| !retired.holders.is_empty());
+        if slot.is_empty() {
+            table.remove(&self.entry);
+        }
+    }
+}
+
+fn in_use(id: &EntryId, slot: &Entry) -> Result<(), Refused> {
+    if let Some(ready) = &slot.ready
+        && !ready.holders.is_empty()
+    {
+        let mut pids: Vec<String> = ready
+            .holders
+            .values()
+            .take(MAX_HOLDERS)
+            .map(i32::to_string)
+            .collect();
+        if ready.holders.len() > MAX_HOLDERS {
+            pids.push("…".into());
+        }
+        return Err(Refused::new(
+            Refusal::InUse,
+            format!(
+                "{id} is held by {} engines (processes {}): stop them, or remove it with --force; they keep what \
+                 they have mapped",
+                ready.holders.len(),
+                pids.join(", ")
+            ),
+        ));
+    }
+    if slot.loading.is_some() {
+        return Err(Refused::new(
+            Refusal::AlreadyLoading,
+            format!("{id} is loading: wait for it, or abandon the load with --force"),
+        ));
+    }
+    Ok(())
+}
+
+/// Says that an entry is not there, and what comes closest.
+fn absent(table: &BTreeMap<EntryId, Entry>, wanted: &EntryId) -> Refused {
+    let held = |id: &EntryId, slot: &Entry| {
+        id.name == wanted.name && (slot.ready.is_some() || slot.loading.is_some())
+    };
+    let same_name: Vec<&EntryId> = table
+        .iter()
+        .filter(|(id, slot)| held(id, slot))
+        .map(|(id, _)| id)
+        .take(8)
+        .collect();
+    let list = |ids: &[&EntryId]| {
+        let texts: Vec<String> = ids.iter().map(ToString::to_string).collect();
+        texts.join(", ")
+    };
+    let elsewhere: Vec<&EntryId> = same_name
+        .iter()
+        .copied()
+        .filter(|id| id.role == wanted.role)
+        .collect();
+    if !elsewhere.is_empty() {
+        return Refused::new(
+            Refusal::OtherDevice,
+            format!(
+                "{wanted} is not held, the daemon has {}: attach with that device, or load it with \
+                 `candle-cache load --device`",
+                list(&elsewhere)
+            ),
+        );
+    }
+    let hint = if same_name.is_empty() {
+        nearest(table, &wanted.name)
+    } else {
+        format!("the daemon has {}: name its role", list(&same_name))
+    };
+    Refused::new(Refusal::NoEntry, format!("no entry {wanted}; {hint}"))
+}
+
+fn nearest(table: &BTreeMap<EntryId, Entry>, wanted: &str) -> String {
+    let names: BTreeSet<&str> = table
+        .iter()
+        .filter(|(_, slot)| slot.ready.is_some() || slot.loading.is_some())
+        .map(|(id, _)| id.name.as_str())
+        .collect();
+    if names.is_empty() {
+        return "the daemon holds nothing yet: `candle-cache load MODEL`".into();
+    }
+    let count = names.len();
+    let mut close: Vec<(f64, &str)> = names
+        .into_iter()
+        .map(|name| (strsim::jaro_winkler(name, wanted), name))
+        .filter(|(likeness, _)| *likeness > 0.6)
+        .collect();
+    close.sort_by(|a, b| b.0.total_cmp(&a.0));
+    if close.is_empty() {
+        return format!(
+            "none of the {count} held names is like it: `candle-cache status` lists them"
+        );
+    }
+    let close: Vec<String> = close
+        .iter()
+        .take(3)
+        .map(|(_, name)| format!("`{name}`"))
+        .collect();
+    format!("nearest: {}", close.join(", "))
+}
+
+/// An id that nobody has had: the standard library's hash keys come from the system's random
+/// source, and the number never repeats in this process.
+fn random_id(number: u64) -> EpochId {
+    let now = SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default();
+    let seed = (
+        RandomState::new().hash_one(number),
+        RandomState::new().hash_one(now),
+        std::process::id(),
+        number,
+        now.as_nanos(),
+    );
+    let hash = blake3::hash(format!("{seed:?}").as_bytes());
+    let mut id = [0; 16];
+    id.copy_from_slice(&hash.as_bytes()[..16]);
+    EpochId(id)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn registry() -> Arc<Registry> {
+        Arc::new(Registry::new(4))
+    }
+
+    fn offered(content: u8, layout: u8) -> Offered {
+        Offered {
+            manifest: Arc::new(crate::slab::host::sealed("test", b"manifest").unwrap()),
+            anchor: None,
+            slabs: vec![crate::slab::host::sealed("test", b"slab").unwrap()],
+            summary: Summary::for_test(content, layout),
+        }
+    }
+
+    fn host(name: &str) -> EntryId {
+        EntryId::new(name, DeviceId::Host)
+    }
+
+    fn code<T: std::fmt::Debug>(result: Result<T, Refused>) -> Refusal {
+        result.unwrap_err().code
+    }
+
+    #[test]
+    fn a_second_worker_may_not_announce_the_same_entry() {
+        let registry = registry();
+        let first = registry.announce(&host("m"), 10).unwrap();
+        assert_eq!(
+            code(registry.announce(&host("m"), 10)),
+            Refusal::AlreadyLoading
+        );
+        drop(first);
+        registry.announce(&host("m"), 10).unwrap();
+    }
+
+    #[test]
+    fn the_old_epoch_serves_while_a_new_one_loads() {
+        let registry = registry();
+        let load = registry.announce(&host("m"), 10).unwrap();
+        assert!(matches!(
+            registry.find(&host("m"), None, 1),
+            Ok(Found::Loading(_))
+        ));
+        let (first, _) = load.publish(offered(1, 1)).unwrap();
+        let load = registry.announce(&host("m"), 10).unwrap();
+        let Ok(Found::Ready(epoch, lease)) = registry.find(&host("m"), None, 7) else {
+            panic!("the old epoch should be ready");
+        };
+        assert_eq!(epoch.id, first);
+        let (second, unchanged) = load.publish(offered(2, 1)).unwrap();
+        assert!(!unchanged && second != first);
+        assert_eq!(
+            code(registry.find(&host("m"), Some(first), 1)),
+            Refusal::NoEpoch
+        );
+        assert_eq!(registry.page(None).0[0].retired_bytes, 4);
+        drop(lease);
+        assert_eq!(registry.page(None).0[0].retired_bytes, 0);
+    }
+
+    #[test]
+    fn the_same_content_keeps_its_epoch_and_takes_the_newer_receipts() {
+        let registry = registry();
+        let (first, _) = registry
+            .announce(&host("m"), 1)
+            .unwrap()
+            .publish(offered(1, 1))
+            .unwrap();
+        let again = offered(1, 1);
+        let newer = again.manifest.clone();
+        let (second, unchanged) = registry
+            .announce(&host("m"), 1)
+            .unwrap()
+            .publish(again)
+            .unwrap();
+        assert!(unchanged);
+        assert_eq!(first, second);
+        let Ok(Found::Ready(epoch, _)) = registry.find(&host("m"), None, 1) else {
+            panic!("it is ready");
+        };
+        assert!(Arc::ptr_eq(&epoch.manifest, &newer));
+    }
+
+    #[test]
+    fn a_failed_load_is_told_and_does_not_hide_what_is_ready() {
+        let registry = registry();
+        registry.announce(&host("m"), 1).unwrap().fail("no room");
+        let refused = registry.find(&host("m"), None, 1).unwrap_err();
+        assert_eq!(refused.code, Refusal::LoadFailed);
+        assert!(refused.reason.contains("no room"));
+        registry
+            .announce(&host("m"), 1)
+            .unwrap()
+            .publish(offered(1, 1))
+            .unwrap();
+        registry.announce(&host("m"), 1).unwrap().fail("no room");
+        assert!(matches!(
+            registry.find(&host("m"), None, 1),
+            Ok(Found::Ready(..))
+        ));
+    }
+
+    #[test]
+    fn unload_takes_all_that_match_or_none() {
+        let registry = registry();
+        let mut draft = host("m");
+        draft.role = "draft".into();
+        for id in [&host("m"), &draft] {
+            registry
+                .announce(id, 1)
+                .unwrap()
+                .publish(offered(1, 1))
+                .unwrap();
+        }
+        let Ok(Found::Ready(_, lease)) = registry.find(&draft, None, 7) else {
+            panic!("it is ready");
+        };
+        let refused = registry.unload("m", None, None, false).unwrap_err();
+        assert_eq!(refused.code, Refusal::InUse);
+        assert!(refused.reason.contains("1 engines (processes 7)"));
+        assert_eq!(registry.page(None).0.len(), 2);
+        registry.unload("m", Some("target"), None, false).unwrap();
+        registry.unload("m", None, None, true).unwrap();
+        assert_eq!(registry.page(None).0[0].retired_bytes, 4);
+        assert_eq!(
+            code(registry.unload("m", None, None, true)),
+            Refusal::NoEntry
+        );
+        drop(lease);
+        assert!(registry.page(None).0.is_empty());
+    }
+
+    #[test]
+    fn an_offer_for_an_entry_that_was_unloaded_meanwhile_is_refused() {
+        let registry = registry();
+        let load = registry.announce(&host("m"), 1).unwrap();
+        assert_eq!(
+            code(registry.unload("m", None, None, false)),
+            Refusal::AlreadyLoading
+        );
+        registry.unload("m", None, None, true).unwrap();
+        assert_eq!(code(load.publish(offered(1, 1))), Refusal::NoEntry);
+        assert!(registry.page(None).0.is_empty());
+    }
+
+    #[test]
+    fn absence_names_the_nearest_the_other_device_and_the_other_role() {
+        let registry = registry();
+        let mut draft = host("tiny");
+        draft.role = "draft".into();
+        for id in [&host("llama-8b"), &draft] {
+            registry
+                .announce(id, 1)
+                .unwrap()
+                .publish(offered(1, 1))
+                .unwrap();
+        }
+        let refused = registry.find(&host("llama-7b"), None, 1).unwrap_err();
+        assert_eq!(refused.code, Refusal::NoEntry);
+        assert!(refused.reason.contains("nearest: `llama-8b`"));
+        let gpu = EntryId::new("llama-8b", DeviceId::Cuda([7; 16]));
+        let refused = registry.find(&gpu, None, 1).unwrap_err();
+        assert_eq!(refused.code, Refusal::OtherDevice);
+        assert!(refused.reason.contains("on GPU-07070707"));
+        assert!(refused.reason.contains("on host"));
+        let refused = registry.find(&host("tiny"), None, 1).unwrap_err();
+        assert!(refused.reason.contains("role `draft`"));
+    }
+
+    #[test]
+    fn pages_hold_every_entry_once_and_fit_into_packets() {
+        let registry = Arc::new(Registry::new(200));
+        for i in 0..200 {
+            let id = host(&format!("{i:0>500}"));
+            registry.announce(&id, 1).unwrap().fail("x".repeat(2000));
+        }
+        assert_eq!(code(registry.announce(&host("one more"), 1)), Refusal::Busy);
+        let (mut seen, mut after, mut pages) = (0, None, 0);
+        loop {
+            let (entries, more) = registry.page(after.as_ref());
+            seen += entries.len();
+            pages += 1;
+            after = entries.last().map(|e| e.entry.clone());
+            protocol::encode(&Reply::Status { entries, more }).unwrap();
+            if !more {
+                break;
+            }
+        }
+        assert_eq!(seen, 200);
+        assert!(pages > 1);
+    }
+}

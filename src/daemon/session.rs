@@ -1,0 +1,567 @@
+//! One connection's life: requests in, replies out, and at most one lease or one announced load.
+//! A peer that is silent, slow, or talks nonsense costs its own connection only.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::registry::{Epoch, Found, Lease, Load, Refused};
+use super::wire::{Wire, watch_fd};
+use super::workers::State;
+use super::{Context, lock, offer};
+use crate::protocol::{
+    self, EntryId, EpochId, LoadRequest, MAX_ENTRY_NAME, MAX_WAIT, Progress, ProtocolError,
+    Refusal, Reply, Request, clip,
+};
+use crate::socket::{Peer, SocketError};
+
+/// Between two [`Reply::Loading`]: at least, while there is news, and at most, while there is none.
+const NEWS: Duration = Duration::from_millis(100);
+const HEARTBEAT: Duration = Duration::from_secs(1);
+/// Longest name of a phase, in bytes.
+const MAX_PHASE: usize = 64;
+
+/// The connection is to be closed; who needs to know has been told.
+struct Close;
+
+type Flow = Result<(), Close>;
+
+struct Session {
+    wire: Wire,
+    peer: Peer,
+    context: Arc<Context>,
+    lease: Option<Held>,
+    load: Option<Announced>,
+}
+
+/// A lease, and the process that it ends with.
+struct Held {
+    _lease: Lease,
+    process: Option<AsyncFd<OwnedFd>>,
+}
+
+/// An announced load, and the child of ours that announced it.
+struct Announced {
+    load: Load,
+    worker: Option<watch::Receiver<State>>,
+}
+
+/// Serves one peer until either side has had enough.
+pub(super) async fn serve(
+    wire: Wire,
+    peer: Peer,
+    allowed: Result<(), SocketError>,
+    context: Arc<Context>,
+) {
+    let mut session = Session {
+        wire,
+        peer,
+        context,
+        lease: None,
+        load: None,
+    };
+    // A peer that may not connect is told so once it has asked: sooner, it might not look.
+    let allowed = allowed.map_err(|e| Refused::new(Refusal::NotAllowed, e.to_string()));
+    loop {
+        let Some((packet, fds)) = session.next_packet().await else {
+            break;
+        };
+        let flow = match &allowed {
+            Ok(()) => session.handle(&packet, fds).await,
+            Err(refused) => session.refuse_and_close(refused.clone()).await,
+        };
+        if flow.is_err() {
+            break;
+        }
+    }
+    session.end_load().await;
+}
+
+impl Session {
+    fn step(&self) -> Duration {
+        self.context.limits.step
+    }
+
+    /// The next packet; `None` when the connection is to end.
+    async fn next_packet(&mut self) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
+        let patience = match (&self.lease, &self.load) {
+            (Some(_), _) => None,
+            (None, Some(_)) => Some(self.context.limits.worker_silence),
+            (None, None) => Some(self.step()),
+        };
+        let silence = async {
+            match patience {
+                Some(patience) => tokio::time::sleep(patience).await,
+                None => std::future::pending().await,
+            }
+        };
+        let received = tokio::select! {
+            biased;
+            () = stopped(&self.context) => return None,
+            received = self.wire.receive() => received,
+            () = ended(self.lease.as_ref()) => {
+                tracing::info!("process {} has ended, and its lease with it", self.peer.pid);
+                return None;
+            }
+            () = silence => {
+                tracing::debug!("process {} said nothing for {patience:?}", self.peer.pid);
+                if let Some(Announced { load, .. }) = self.load.take() {
+                    load.fail(format!("the worker said nothing for {patience:?}"));
+                }
+                return None;
+            }
+        };
+        match received {
+            Ok(packet) => Some(packet),
+            Err(SocketError::Closed) => None,
+            Err(e) => {
+                let code = match e {
+                    SocketError::DescriptorsLost { .. } => Refusal::Busy,
+                    _ => Refusal::BadRequest,
+                };
+                let _ = self
+                    .refuse_and_close(Refused::new(code, e.to_string()))
+                    .await;
+                None
+            }
+        }
+    }
+
+    async fn handle(&mut self, packet: &[u8], fds: Vec<OwnedFd>) -> Flow {
+        let request = match protocol::decode::<Request>(packet) {
+            Ok(request) => request,
+            Err(e) => return self.answer_nonsense(&e).await,
+        };
+        if !fds.is_empty() && !matches!(request, Request::Offer { .. }) {
+            return self
+                .refuse_and_close(bad(format!(
+                    "{} descriptors came with a message that takes none",
+                    fds.len()
+                )))
+                .await;
+        }
+        if self.load.is_some()
+            && !matches!(
+                request,
+                Request::Progress(_) | Request::Offer { .. } | Request::Failed { .. }
+            )
+        {
+            return self
+                .refuse_and_close(bad(
+                    "after an announcement come progress, and an offer or a failure",
+                ))
+                .await;
+        }
+        match request {
+            Request::Attach { entry, epoch, wait } => self.attach(entry, epoch, wait).await,
+            Request::Received => self.refuse_and_close(bad("nothing was sent")).await,
+            Request::Goodbye => {
+                self.lease = None;
+                self.reply(&Reply::Done).await
+            }
+            Request::Status { after } => {
+                let (entries, more) = self.context.registry.page(after.as_ref());
+                self.reply(&Reply::Status { entries, more }).await
+            }
+            Request::Unload {
+                name,
+                role,
+                device,
+                force,
+            } => {
+                let unloaded = check_word("name", &name)
+                    .and_then(|()| role.iter().try_for_each(|role| check_word("role", role)))
+                    .and_then(|()| {
+                        let registry = &self.context.registry;
+                        registry.unload(&name, role.as_deref(), device, force)
+                    });
+                self.answer(unloaded).await
+            }
+            Request::Stop => self.stop().await,
+            Request::Load(request) => self.start_load(request).await,
+            Request::Announce { entry, bytes } => self.announce(entry, bytes).await,
+            Request::Progress(progress) => self.progress(progress).await,
+            Request::Offer { anchor, slabs } => self.offer(anchor, slabs, fds).await,
+            Request::Failed { reason } => match self.load.take() {
+                Some(Announced { load, .. }) => {
+                    load.fail(printable(&reason));
+                    self.reply(&Reply::Done).await
+                }
+                None => self.refuse_and_close(not_announced()).await,
+            },
+        }
+    }
+
+    async fn attach(&mut self, entry: EntryId, epoch: Option<EpochId>, wait: Duration) -> Flow {
+        if self.lease.is_some() {
+            return self
+                .refuse_and_close(bad("this connection holds a lease already: connect again"))
+                .await;
+        }
+        if let Err(refused) = check_entry(&entry) {
+            return self.refuse(refused).await;
+        }
+        let deadline = Instant::now() + wait.min(MAX_WAIT);
+        loop {
+            match self.context.registry.find(&entry, epoch, self.peer.pid) {
+                Ok(Found::Ready(epoch, lease)) => return self.hand_over(&epoch, lease).await,
+                Ok(Found::Loading(progress)) if !wait.is_zero() => {
+                    if !self.wait_for_load(&entry, progress, deadline).await? {
+                        return Ok(());
+                    }
+                }
+                Ok(Found::Loading(progress)) => {
+                    let now = progress.borrow().clone();
+                    return self.refuse(still_loading(&entry, &now)).await;
+                }
+                Err(refused) => return self.refuse(refused).await,
+            }
+        }
+    }
+
+    /// Tells the peer how a load comes along. True once it is over; false when the peer was refused.
+    async fn wait_for_load(
+        &mut self,
+        entry: &EntryId,
+        mut progress: watch::Receiver<Progress>,
+        deadline: Instant,
+    ) -> Result<bool, Close> {
+        let mut due = Instant::now();
+        let mut sent = due;
+        loop {
+            tokio::select! {
+                () = stopped(&self.context) => {
+                    let refused = Refused::new(Refusal::Stopping, "the daemon is stopping");
+                    self.refuse_and_close(refused).await?;
+                }
+                received = self.wire.receive() => {
+                    if matches!(received, Err(SocketError::Closed)) {
+                        return Err(Close);
+                    }
+                    let refused = bad("a message came while this peer was waiting for an answer");
+                    self.refuse_and_close(refused).await?;
+                }
+                () = sleep_until(deadline) => {
+                    let now = progress.borrow().clone();
+                    self.refuse(still_loading(entry, &now)).await?;
+                    return Ok(false);
+                }
+                changed = progress.changed() => match changed {
+                    Ok(()) => due = due.min(sent + NEWS),
+                    Err(_) => return Ok(true),
+                },
+                () = sleep_until(due) => {
+                    let now = progress.borrow_and_update().clone();
+                    self.reply(&Reply::Loading(now)).await?;
+                    sent = Instant::now();
+                    due = sent + HEARTBEAT;
+                }
+            }
+        }
+    }
+
+    async fn hand_over(&mut self, epoch: &Epoch, lease: Lease) -> Flow {
+        let Ok(process) = process_of(&self.wire, &self.peer) else {
+            tracing::info!("process {} had ended before it was answered", self.peer.pid);
+            return Err(Close);
+        };
+        let reply = Reply::Attached {
+            epoch: epoch.id,
+            anchor: epoch.anchor.is_some(),
+            slabs: epoch.slabs.len() as u32,
+            memory_bytes: epoch.summary.memory_bytes,
+        };
+        match self
+            .wire
+            .send(&reply, &epoch.descriptors(), self.step())
+            .await
+        {
+            Ok(()) => {}
+            Err(e @ SocketError::TooManyInFlight(_)) => {
+                let refused = Refused::new(Refusal::Busy, format!("{e}: try again later"));
+                return self.refuse_and_close(refused).await;
+            }
+            Err(e) => return self.give_up("sending descriptors", &e),
+        }
+        let received = match timeout(self.step(), self.wire.receive()).await {
+            Ok(received) => received,
+            Err(_) => Err(SocketError::Deadline(self.step())),
+        };
+        match received {
+            Ok((packet, fds)) => match protocol::decode(&packet) {
+                Ok(Request::Received) if fds.is_empty() => {
+                    self.lease = Some(Held {
+                        _lease: lease,
+                        process,
+                    });
+                    Ok(())
+                }
+                Ok(_) => {
+                    self.refuse_and_close(bad("descriptors must be answered with `Received`"))
+                        .await
+                }
+                Err(e) => self.answer_nonsense(&e).await,
+            },
+            Err(e) => self.give_up("waiting for descriptors to be received", &e),
+        }
+    }
+
+    async fn announce(&mut self, entry: EntryId, bytes: u64) -> Flow {
+        if self.lease.is_some() {
+            return self
+                .refuse_and_close(bad("this connection holds a lease: announce on another"))
+                .await;
+        }
+        let load = check_entry(&entry).and_then(|()| self.context.registry.announce(&entry, bytes));
+        match load {
+            Ok(load) => {
+                let worker = self.context.workers.announced(self.peer.pid, &entry, bytes);
+                self.load = Some(Announced { load, worker });
+                self.reply(&Reply::Done).await
+            }
+            Err(refused) => self.refuse(refused).await,
+        }
+    }
+
+    async fn progress(&mut self, progress: Progress) -> Flow {
+        let Some(Announced { load, .. }) = &self.load else {
+            return self.refuse_and_close(not_announced()).await;
+        };
+        if progress.phase.len() > MAX_PHASE || progress.phase.chars().any(char::is_control) {
+            return self.refuse_and_close(bad("an odd phase")).await;
+        }
+        load.progress(progress);
+        Ok(())
+    }
+
+    async fn offer(&mut self, anchor: bool, slabs: u32, fds: Vec<OwnedFd>) -> Flow {
+        let Some(Announced { load, .. }) = self.load.take() else {
+            return self.refuse_and_close(not_announced()).await;
+        };
+        let Ok(_permit) = self.context.checks.acquire().await else {
+            return Err(Close);
+        };
+        let entry = load.entry.clone();
+        let checked =
+            tokio::task::spawn_blocking(move || offer::check(&entry, anchor, slabs, fds)).await;
+        let published = match checked {
+            Ok(Ok(offered)) => load.publish(offered),
+            Ok(Err(reason)) => {
+                load.fail(format!("its offer was refused: {reason}"));
+                Err(Refused::new(Refusal::BadOffer, reason))
+            }
+            Err(e) => {
+                load.fail("its offer could not be checked");
+                Err(Refused::new(
+                    Refusal::BadOffer,
+                    format!("the offer could not be checked: {e}"),
+                ))
+            }
+        };
+        match published {
+            Ok((epoch, unchanged)) => self.reply(&Reply::Accepted { epoch, unchanged }).await,
+            Err(refused) => self.refuse(refused).await,
+        }
+    }
+
+    async fn start_load(&mut self, request: LoadRequest) -> Flow {
+        let mut state = match self.context.workers.start(request.clone()) {
+            Ok(state) => state,
+            Err(refused) => return self.refuse(refused).await,
+        };
+        let silence = self.context.limits.worker_silence;
+        let far = async {
+            let far = state.wait_for(|s| s.announced.is_some() || s.ended.is_some());
+            far.await.map(|state| state.clone()).unwrap_or_default()
+        };
+        let far = tokio::select! {
+            () = stopped(&self.context) => {
+                let refused = Refused::new(Refusal::Stopping, "the daemon is stopping");
+                return self.refuse_and_close(refused).await;
+            }
+            // The worker goes on without the client that asked for it.
+            _ = self.wire.receive() => return Err(Close),
+            far = timeout(silence, far) => far,
+        };
+        let failed = |reason: String| Refused::new(Refusal::LoadFailed, printable(&reason));
+        let result = match far {
+            Ok(State {
+                announced: Some(_), ..
+            }) => Ok(()),
+            Ok(State {
+                ended: Some(Err(reason)),
+                ..
+            }) => Err(failed(reason)),
+            Ok(_) => Err(failed("the worker ended and announced nothing".into())),
+            Err(_) => {
+                self.context.workers.kill(&request);
+                Err(failed(format!(
+                    "the worker announced nothing within {silence:?}"
+                )))
+            }
+        };
+        self.answer(result).await
+    }
+
+    async fn stop(&mut self) -> Flow {
+        tracing::info!("process {} asks the daemon to stop", self.peer.pid);
+        self.reply(&Reply::Done).await?;
+        self.context.stop.send_replace(true);
+        Err(Close)
+    }
+
+    /// An announced load that will not be offered any more failed. What a child of ours died of,
+    /// its reaper knows in a moment.
+    async fn end_load(mut self) {
+        if let Some(Announced { load, worker }) = self.load.take() {
+            let mut reason = None;
+            if let Some(mut worker) = worker {
+                let ended = worker.wait_for(|s| s.ended.is_some());
+                if let Ok(Ok(state)) = timeout(self.step(), ended).await {
+                    reason = state.ended.clone().and_then(Result::err);
+                }
+            }
+            match reason {
+                Some(reason) => load.fail(printable(&reason)),
+                None if self.peer.pid > 0 => load.fail(format!(
+                    "the worker, process {}, ended before it finished: see its own output; perhaps it was killed, out \
+                     of memory",
+                    self.peer.pid
+                )),
+                None => drop(load),
+            }
+        }
+        // Its end tells the one who asked for the stop that nothing is left: not yet.
+        if *self.context.stop.borrow() {
+            lock(&self.context.parting).push(self.wire);
+        }
+    }
+
+    async fn answer(&self, result: Result<(), Refused>) -> Flow {
+        match result {
+            Ok(()) => self.reply(&Reply::Done).await,
+            Err(refused) => self.refuse(refused).await,
+        }
+    }
+
+    async fn refuse(&self, refused: Refused) -> Flow {
+        tracing::debug!("process {}: {}", self.peer.pid, refused.reason);
+        self.reply(&refused.into()).await
+    }
+
+    async fn refuse_and_close(&self, refused: Refused) -> Flow {
+        self.refuse(refused).await?;
+        Err(Close)
+    }
+
+    async fn reply(&self, reply: &Reply) -> Flow {
+        match self.wire.send(reply, &[], self.step()).await {
+            Ok(()) => Ok(()),
+            Err(e) => self.give_up("answering", &e),
+        }
+    }
+
+    async fn answer_nonsense(&self, e: &ProtocolError) -> Flow {
+        tracing::debug!("process {}: {e}", self.peer.pid);
+        match e {
+            // It gets no message that it could take for something else.
+            ProtocolError::Foreign(_) => {}
+            ProtocolError::Version { .. } => {
+                let packet = protocol::empty();
+                let _ = self.wire.send_packet(&packet, &[], self.step()).await;
+            }
+            e => self.refuse(bad(e.to_string())).await?,
+        }
+        Err(Close)
+    }
+
+    fn give_up(&self, what: &str, e: &SocketError) -> Flow {
+        tracing::debug!("{what}, process {}: {e}", self.peer.pid);
+        Err(Close)
+    }
+}
+
+/// Ends when the daemon is to stop.
+async fn stopped(context: &Context) {
+    // The sender lives in the context itself, so waiting cannot fail.
+    let _ = context.stop.subscribe().wait_for(|stop| *stop).await;
+}
+
+/// Ends when the process that holds the lease does.
+async fn ended(held: Option<&Held>) {
+    match held.and_then(|held| held.process.as_ref()) {
+        // An error is no proof of an end; the connection's own end still is.
+        Some(process) if process.readable().await.is_ok() => {}
+        _ => std::future::pending().await,
+    }
+}
+
+/// The peer's process, where it can be watched: a forked child may hold the connection open after
+/// it. `Err` when the process has ended already.
+fn process_of(wire: &Wire, peer: &Peer) -> Result<Option<AsyncFd<OwnedFd>>, Close> {
+    use nix::sys::socket::{getsockopt, sockopt::PeerPidfd};
+    let pidfd = match getsockopt(wire, PeerPidfd) {
+        Ok(fd) => Some(fd),
+        Err(nix::Error::ENOPROTOOPT) => match Pid::from_raw(peer.pid) {
+            Some(pid) => match pidfd_open(pid, PidfdFlags::empty()) {
+                Ok(fd) => Some(fd),
+                Err(Errno::SRCH) => return Err(Close),
+                Err(_) => None,
+            },
+            None => None,
+        },
+        // What kernels say of a process that has ended and been reaped.
+        Err(nix::Error::ESRCH | nix::Error::EINVAL) if peer.pid > 0 => return Err(Close),
+        Err(_) => None,
+    };
+    Ok(pidfd.and_then(|fd| watch_fd(fd, Interest::READABLE).ok()))
+}
+
+fn bad(reason: impl Into<String>) -> Refused {
+    Refused::new(Refusal::BadRequest, reason)
+}
+
+fn not_announced() -> Refused {
+    bad("this connection has announced no load")
+}
+
+fn still_loading(entry: &EntryId, progress: &Progress) -> Refused {
+    Refused::new(
+        Refusal::StillLoading,
+        format!(
+            "{entry} is still loading ({}: {} of {} bytes): wait for it, or wait longer",
+            progress.phase, progress.done, progress.total
+        ),
+    )
+}
+
+fn check_entry(entry: &EntryId) -> Result<(), Refused> {
+    check_word("name", &entry.name)?;
+    check_word("role", &entry.role)
+}
+
+fn check_word(what: &str, word: &str) -> Result<(), Refused> {
+    if word.is_empty() || word.len() > MAX_ENTRY_NAME || word.chars().any(char::is_control) {
+        return Err(bad(format!(
+            "an entry's {what} must have 1 to {MAX_ENTRY_NAME} bytes and no control characters, this one has {}",
+            word.len()
+        )));
+    }
+    Ok(())
+}
+
+/// A peer's text without anything that a terminal would obey.
+fn printable(text: &str) -> String {
+    let clean: String = text
+        .chars()
+        .map(|c| if c.is_control() && c != '\n' { ' ' } else { c })
+        .collect();
+    clip(&clean)
+}
