@@ -8,3 +8,5 @@ pub mod manifest;
 pub mod protocol;
 pub mod slab;
 pub mod socket;
+#[cfg(feature = "cli")]
+pub mod worker;

@@ -1,32 +1,294 @@
-//! `candle-cache load`: stands here until the worker's own command replaces it on merge.
+//! `candle-cache load`: runs the worker right here, and offers the result to the daemon.
+//! Progress goes to standard error, the result to standard output.
+
+use std::io::IsTerminal;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use candle_ipc_cache::checkpoint::{self, Checkpoint};
+use candle_ipc_cache::protocol::{self, EntryId, Progress};
+use candle_ipc_cache::slab::{DeviceId, NoSuchDevice, SlabError};
+use candle_ipc_cache::socket::{self, Connection, Peer, SocketError, folder};
+use candle_ipc_cache::worker::{self, LoadOptions, TargetDtype, WorkerError};
+use clap::builder::FalseyValueParser;
+use indicatif::{BinaryBytes, ProgressBar, ProgressStyle};
+use serde_json::json;
 
 use crate::{Global, exit};
 
-/// Flags of `load`.
-#[derive(Debug, clap::Args)]
-pub struct Args {
-    /// Folder or file
-    #[arg(env = "CANDLE_CACHE_MODEL")]
-    model: std::path::PathBuf,
-    /// Name of the entry
-    #[arg(long)]
+/// The overflow user: everybody whom a user namespace has no number for.
+const NOBODY: u32 = 65534;
+
+/// Loads a model and publishes it.
+#[derive(clap::Args, Debug)]
+pub(crate) struct Args {
+    /// Folder, `.safetensors` file, index file, or `.gguf` file.
+    model: PathBuf,
+    /// Name of the entry [default: the file's stem or the folder's name].
+    #[arg(long, env = "CANDLE_CACHE_NAME")]
     name: Option<String>,
-    /// Device
-    #[arg(long, default_value = "host")]
+    /// Where the memory is to lie: `host`, `cuda:N`, or a GPU's UUID.
+    #[arg(long, env = "CANDLE_CACHE_DEVICE", default_value = "host")]
     device: String,
-    /// Type of float tensors
-    #[arg(long, default_value = "stored")]
-    dtype: String,
+    /// What float tensors are stored as: `stored` (as they are), `bf16`, `f16` or `f32`.
+    #[arg(long, env = "CANDLE_CACHE_DTYPE", default_value_t = TargetDtype::Stored)]
+    dtype: TargetDtype,
+    /// Which variant of the files, for instance `fp16` for `model.fp16.safetensors`.
+    #[arg(long, env = "CANDLE_CACHE_VARIANT")]
+    variant: Option<String>,
+    /// Bytes of a slab [default: 4 GiB, more for a large model].
+    #[arg(long, env = "CANDLE_CACHE_SLAB_BYTES")]
+    slab_bytes: Option<u64>,
+    /// Threads that load [default: one a core, 16 at most].
+    #[arg(long, env = "CANDLE_CACHE_THREADS")]
+    threads: Option<usize>,
+    /// Load although the daemon holds the same weights already.
+    #[arg(long, env = "CANDLE_CACHE_FORCE", value_parser = FalseyValueParser::new())]
+    force: bool,
 }
 
-/// Runs the command.
-pub fn run(args: Args, _global: &Global) -> u8 {
-    eprintln!(
-        "candle-cache: {} ({:?}, {}, {}): this build has no worker",
-        args.model.display(),
-        args.name,
-        args.device,
-        args.dtype
-    );
-    exit::FAILED
+/// Runs the command, and returns the exit code.
+pub(crate) fn run(args: Args, global: &Global) -> u8 {
+    match load(&args, global) {
+        Ok(()) => exit::DONE,
+        Err(e) => {
+            if global.json {
+                println!("{}", json!({ "error": format!("{e:#}") }));
+            } else {
+                eprintln!("candle-cache load: {e:#}");
+            }
+            exit_code(&e)
+        }
+    }
+}
+
+fn exit_code(e: &anyhow::Error) -> u8 {
+    if e.is::<NoSuchDevice>() {
+        return exit::USAGE;
+    }
+    match e.downcast_ref() {
+        Some(WorkerError::Refused { .. }) => exit::REFUSED,
+        Some(WorkerError::Socket(SocketError::NobodyListens(_))) => exit::NO_DAEMON,
+        _ => exit::FAILED,
+    }
+}
+
+fn load(args: &Args, global: &Global) -> anyhow::Result<()> {
+    socket::raise_descriptor_limit();
+    let device = device(&args.device)?;
+    let variant = args.variant.clone();
+    let checkpoint = Checkpoint::open(&args.model, &checkpoint::Options { variant })?;
+    let mut options = LoadOptions::default();
+    options.name = args.name.clone();
+    options.device = device;
+    options.dtype = args.dtype;
+    options.slab_bytes = args.slab_bytes;
+    options.threads = args.threads;
+    let entry = EntryId::new(options.entry_name(&checkpoint), device);
+
+    if !args.force {
+        let conn = connect(global)?;
+        if let Some(held) = worker::already_held(conn, &entry, &checkpoint, &options)? {
+            let result = Outcome {
+                what: "already loaded",
+                epoch: held.epoch.to_string(),
+                root: held.root.to_string(),
+                tensors: held.tensors,
+                aliases: held.aliases,
+                memory_bytes: held.memory_bytes,
+                seconds: 0.0,
+            };
+            result.print(&entry, global.json);
+            return Ok(());
+        }
+    }
+
+    let shown = Shown::new(global.json);
+    let start = Instant::now();
+    let conn = connect(global)?;
+    let published = worker::publish(&conn, &entry, &checkpoint, &options, &|p| {
+        shown.progress(&p)
+    });
+    shown.end();
+    let published = published?;
+    let result = Outcome {
+        what: if published.unchanged {
+            "unchanged"
+        } else {
+            "loaded"
+        },
+        epoch: published.epoch.to_string(),
+        root: published.root.to_string(),
+        tensors: published.tensors,
+        aliases: published.aliases,
+        memory_bytes: published.memory_bytes,
+        seconds: start.elapsed().as_secs_f64(),
+    };
+    result.print(&entry, global.json);
+    Ok(())
+}
+
+fn device(text: &str) -> anyhow::Result<DeviceId> {
+    if text
+        .strip_prefix("cuda:")
+        .is_some_and(|n| n.parse::<u32>().is_ok())
+    {
+        let why = format!("{text}: this build has no CUDA slabs, only `host`");
+        return Err(SlabError::Device(why).into());
+    }
+    Ok(text.parse::<DeviceId>()?)
+}
+
+/// Connects to the first socket behind which somebody listens, if that is this user.
+fn connect(global: &Global) -> Result<Connection, WorkerError> {
+    let sockets = folder::for_engine(global.socket_dir.as_deref()).map_err(SocketError::from)?;
+    let mut nobody = None;
+    for path in &sockets {
+        match Connection::connect(path, protocol::STEP) {
+            Ok(conn) => {
+                let ours = rustix::process::geteuid().as_raw();
+                let theirs = Peer::of(&conn)?.uid;
+                if theirs != ours || theirs == NOBODY {
+                    let path = path.clone();
+                    return Err(SocketError::OtherUser { path, theirs, ours }.into());
+                }
+                return Ok(conn);
+            }
+            Err(e @ SocketError::NobodyListens(_)) => {
+                nobody.get_or_insert(e);
+            }
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Err(nobody
+        .unwrap_or_else(|| SocketError::NobodyListens(PathBuf::from("daemon.sock")))
+        .into())
+}
+
+/// What came of it.
+struct Outcome {
+    what: &'static str,
+    epoch: String,
+    root: String,
+    tensors: usize,
+    aliases: usize,
+    memory_bytes: u64,
+    seconds: f64,
+}
+
+impl Outcome {
+    fn print(&self, entry: &EntryId, json: bool) {
+        if json {
+            let result = json!({
+                "result": self.what,
+                "name": entry.name,
+                "role": entry.role,
+                "device": entry.device.to_string(),
+                "epoch": self.epoch,
+                "root": self.root,
+                "tensors": self.tensors,
+                "aliases": self.aliases,
+                "memory_bytes": self.memory_bytes,
+                "seconds": self.seconds,
+            });
+            println!("{result}");
+            return;
+        }
+        let size = BinaryBytes(self.memory_bytes);
+        print!("{entry}: {}, {size} in {} tensors", self.what, self.tensors);
+        if self.aliases > 0 {
+            print!(" and {} aliases", self.aliases);
+        }
+        if self.seconds > 0.0 {
+            let rate = self.memory_bytes as f64 / self.seconds;
+            print!(", {:.2} s, {}/s", self.seconds, BinaryBytes(rate as u64));
+        }
+        println!(", epoch {}", self.epoch);
+    }
+}
+
+/// Progress, for people.
+enum Shown {
+    Bar(ProgressBar),
+    Lines(Mutex<Line>),
+    Nothing,
+}
+
+/// When the last line was written, and when the phase began.
+struct Line {
+    last: Instant,
+    phase: String,
+    began: Instant,
+}
+
+impl Shown {
+    fn new(json: bool) -> Self {
+        if json {
+            return Self::Nothing;
+        }
+        if !std::io::stderr().is_terminal() {
+            let now = Instant::now();
+            return Self::Lines(Mutex::new(Line {
+                last: now,
+                phase: String::new(),
+                began: now,
+            }));
+        }
+        let bar = ProgressBar::new(0);
+        let template =
+            "{msg:5} {wide_bar} {binary_bytes} of {binary_total_bytes}, {binary_bytes_per_sec}";
+        if let Ok(style) = ProgressStyle::with_template(template) {
+            bar.set_style(style);
+        }
+        Self::Bar(bar)
+    }
+
+    fn progress(&self, p: &Progress) {
+        match self {
+            Self::Nothing => {}
+            Self::Bar(bar) => {
+                if bar.message() != p.phase {
+                    bar.reset();
+                    bar.set_message(p.phase.clone());
+                }
+                bar.set_length(p.total);
+                bar.set_position(p.done);
+            }
+            Self::Lines(line) => {
+                // A thread that panicked while it wrote a line leaves nothing that matters.
+                let mut line = line
+                    .lock()
+                    .unwrap_or_else(std::sync::PoisonError::into_inner);
+                line.progress(p);
+            }
+        }
+    }
+
+    fn end(&self) {
+        if let Self::Bar(bar) = self {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+impl Line {
+    fn progress(&mut self, p: &Progress) {
+        if self.phase != p.phase {
+            self.phase.clone_from(&p.phase);
+            self.began = Instant::now();
+        }
+        if self.last.elapsed() < Duration::from_secs(1) {
+            return;
+        }
+        self.last = Instant::now();
+        let rate = p.done as f64 / self.began.elapsed().as_secs_f64().max(1e-3);
+        eprintln!(
+            "{}: {} of {}, {}/s",
+            p.phase,
+            BinaryBytes(p.done),
+            BinaryBytes(p.total),
+            BinaryBytes(rate as u64)
+        );
+    }
 }

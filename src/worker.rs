@@ -1,0 +1,430 @@
+//! The worker: plans slabs from headers, streams tensors into them, seals them, and offers the result to the daemon.
+//! It lives for one load. What it offers is complete and checked, or it offers nothing.
+
+use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::checkpoint::{Checkpoint, CheckpointError};
+use crate::key::Key;
+use crate::manifest::{self, Digest, ElementType, Manifest, ManifestError};
+use crate::protocol::{self, EntryId, EpochId, Progress, ProtocolError, Refusal, Reply, Request};
+use crate::slab::{self, CHUNK, DeviceId, Export, SlabError};
+use crate::socket::{Connection, SocketError};
+
+use plan::Plan;
+
+pub mod alias;
+mod convert;
+mod held;
+mod memory;
+mod meter;
+pub mod plan;
+mod pool;
+pub mod stream;
+
+pub use held::{Held, already_held};
+
+/// Most threads that fill slabs, unless the caller asks for another number.
+pub const DEFAULT_THREADS: usize = 16;
+/// Most threads that the caller may ask for: each takes up to four buffers of [`CHUNK`] bytes.
+pub const MAX_THREADS: usize = 256;
+
+/// How long the daemon may take to check and publish an offer: its manifest may be large.
+const PUBLISH: Duration = Duration::from_secs(60);
+
+/// Takes progress, and stops the load by returning an error. Called from any of the worker's threads, by
+/// one at a time, about ten times a second at most.
+pub type Report<'a> = dyn Fn(Progress) -> Result<(), WorkerError> + Sync + 'a;
+
+/// What float tensors are stored as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum TargetDtype {
+    /// As they are in the checkpoint.
+    #[default]
+    Stored,
+    /// bfloat16.
+    Bf16,
+    /// IEEE half.
+    F16,
+    /// IEEE single.
+    F32,
+}
+
+impl TargetDtype {
+    /// The type that a tensor of type `source` is stored as. Only F64, F32, F16 and BF16 are ever
+    /// converted: integers, 8-bit and smaller floats, and GGML blocks stay what they are.
+    pub fn of(self, source: ElementType) -> ElementType {
+        use ElementType::{BF16, F16, F32, F64};
+        match (self, source) {
+            (Self::Bf16, F64 | F32 | F16 | BF16) => BF16,
+            (Self::F16, F64 | F32 | F16 | BF16) => F16,
+            (Self::F32, F64 | F32 | F16 | BF16) => F32,
+            _ => source,
+        }
+    }
+}
+
+impl fmt::Display for TargetDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Stored => "stored",
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+            Self::F32 => "f32",
+        })
+    }
+}
+
+/// A text that names no [`TargetDtype`].
+#[derive(Debug, thiserror::Error)]
+#[error("`{0}` is no dtype to store: give `stored`, `bf16`, `f16` or `f32`")]
+pub struct NoSuchDtype(pub String);
+
+impl FromStr for TargetDtype {
+    type Err = NoSuchDtype;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "stored" => Ok(Self::Stored),
+            "bf16" => Ok(Self::Bf16),
+            "f16" => Ok(Self::F16),
+            "f32" => Ok(Self::F32),
+            _ => Err(NoSuchDtype(text.to_string())),
+        }
+    }
+}
+
+/// How to load.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct LoadOptions {
+    /// Name of the entry; `None`: the checkpoint's own.
+    pub name: Option<String>,
+    /// Where the memory is to lie.
+    pub device: DeviceId,
+    /// What float tensors are stored as.
+    pub dtype: TargetDtype,
+    /// Bytes of a slab; `None`: 4 GiB, or a 240th of the whole where that is more. Always raised to
+    /// the largest tensor, and until [`manifest::MAX_SLABS`] slabs suffice.
+    pub slab_bytes: Option<u64>,
+    /// Threads that read, hash, convert and write; `None`: one a core, [`DEFAULT_THREADS`] at most.
+    pub threads: Option<usize>,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        Self {
+            name: None,
+            device: DeviceId::Host,
+            dtype: TargetDtype::Stored,
+            slab_bytes: None,
+            threads: None,
+        }
+    }
+}
+
+impl LoadOptions {
+    /// The entry's name: the one given, or the checkpoint's own.
+    pub fn entry_name<'a>(&'a self, checkpoint: &'a Checkpoint) -> &'a str {
+        self.name.as_deref().unwrap_or(&checkpoint.name)
+    }
+
+    /// What an entry that is made with these options is made from, and how.
+    pub fn key(&self, checkpoint: &Checkpoint) -> Key {
+        Key {
+            model: self.entry_name(checkpoint).to_string(),
+            dtype: self.dtype.to_string(),
+            recipe: "none".to_string(),
+            format: manifest::FORMAT_VERSION,
+            sources: checkpoint.files.iter().map(|f| f.receipt.clone()).collect(),
+        }
+    }
+
+    fn threads(&self) -> usize {
+        let cores = || {
+            std::thread::available_parallelism()
+                .map_or(1, usize::from)
+                .min(DEFAULT_THREADS)
+        };
+        self.threads.unwrap_or_else(cores).clamp(1, MAX_THREADS)
+    }
+}
+
+/// A finished load: sealed slabs, and the manifest that describes them.
+#[derive(Debug)]
+pub struct Loaded {
+    /// The entry's name.
+    pub name: String,
+    /// The manifest.
+    pub manifest: Manifest,
+    /// The manifest with its small files, as sealed memory.
+    pub manifest_fd: OwnedFd,
+    /// The slabs.
+    pub export: Export,
+}
+
+/// What the daemon made of a finished load.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Published {
+    /// The epoch it is published under.
+    pub epoch: EpochId,
+    /// The daemon held the very same weights already, and kept those.
+    pub unchanged: bool,
+    /// The root over all tensors.
+    pub root: Digest,
+    /// Tensors, aliases not counted.
+    pub tensors: usize,
+    /// Second names of tensors.
+    pub aliases: usize,
+    /// Slabs.
+    pub slabs: usize,
+    /// Bytes of all slabs.
+    pub memory_bytes: u64,
+}
+
+/// Why a load failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum WorkerError {
+    /// The checkpoint cannot be read, or changed while it was read.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The memory cannot be had, filled or sealed.
+    #[error(transparent)]
+    Slab(#[from] SlabError),
+    /// The daemon cannot be talked to.
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    /// The checkpoint does not fit into a manifest.
+    #[error(transparent)]
+    Manifest(#[from] ManifestError),
+    /// The daemon said no.
+    #[error("the daemon refused: {reason}")]
+    Refused {
+        /// What kind of refusal.
+        code: Refusal,
+        /// The daemon's words.
+        reason: String,
+    },
+    /// The daemon answered something that does not fit the question.
+    #[error(
+        "the daemon answered {what} with something else: run the same release of candle-cache on both sides"
+    )]
+    UnexpectedReply {
+        /// What was asked.
+        what: &'static str,
+    },
+    /// There is not enough memory.
+    #[error(
+        "the load needs {needs} bytes of host memory, {free} are free ({limit}): unload another entry \
+         (`candle-cache unload`), store a smaller dtype, or raise the limit"
+    )]
+    NoRoom {
+        /// Bytes of the slabs and of the worker's buffers.
+        needs: u64,
+        /// Bytes that can still be taken.
+        free: u64,
+        /// Which limit says so.
+        limit: String,
+    },
+    /// The tensors' lengths add up to more than can be addressed.
+    #[error("the tensors, stored as {dtype}, take more bytes than can be addressed (at `{name}`)")]
+    TooLarge {
+        /// What float tensors were to be stored as.
+        dtype: TargetDtype,
+        /// The tensor at which the sum became too large.
+        name: String,
+    },
+    /// Two reads of one tensor gave different bytes.
+    #[error(
+        "tensor `{name}` changed while it was read: nothing was published; load again when the file is at rest"
+    )]
+    Changed {
+        /// The tensor.
+        name: String,
+    },
+    /// candle could not convert a tensor.
+    #[error("converting tensor `{name}` from {from} to {to}: {source}")]
+    Convert {
+        /// The tensor.
+        name: String,
+        /// Its type in the checkpoint.
+        from: ElementType,
+        /// The type it was to be stored as.
+        to: ElementType,
+        /// candle's answer.
+        source: Box<candle_core::Error>,
+    },
+}
+
+impl From<ProtocolError> for WorkerError {
+    fn from(e: ProtocolError) -> Self {
+        Self::Socket(e.into())
+    }
+}
+
+/// Loads a checkpoint into new slabs and seals them.
+///
+/// `progress` is called from the worker's threads, by one at a time: at the start and the end of each
+/// phase (`plan`, `load`, `seal`), and about ten times a second between.
+///
+/// # Errors
+/// When the checkpoint cannot be read or changes meanwhile, or there is no room for it. Nothing is
+/// left behind then.
+pub fn fill(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    progress: &(dyn Fn(Progress) + Sync),
+) -> Result<Loaded, WorkerError> {
+    fill_until(checkpoint, options, &|p| {
+        progress(p);
+        Ok(())
+    })
+}
+
+fn fill_until(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    report: &Report<'_>,
+) -> Result<Loaded, WorkerError> {
+    let threads = options.threads();
+    let aliases = alias::find(checkpoint, threads, report)?;
+    let plan = Plan::new(checkpoint, options, &aliases)?;
+    let key = options.key(checkpoint);
+    // What no manifest can hold is found out now, and not after everything has been read.
+    plan.manifest(checkpoint, key.clone(), &[])
+        .encode(Vec::new())?;
+    if options.device == DeviceId::Host {
+        let buffers = 4 * (threads * CHUNK) as u64;
+        memory::check(plan.memory_bytes().saturating_add(buffers))?;
+    }
+
+    let writer = slab::writer(options.device, &plan.slabs)?;
+    let digests = stream::fill_slabs(checkpoint, &plan, &*writer, threads, report)?;
+    aliases.confirm(checkpoint, &plan, &digests)?;
+    checkpoint.check_unchanged()?;
+
+    let meter = meter::Meter::start(report, "seal", plan.memory_bytes())?;
+    let mut manifest = plan.manifest(checkpoint, key, &digests);
+    let encoded = manifest.encode(checkpoint.small_files.clone())?;
+    let manifest_fd = slab::host::sealed("candle-ipc-cache manifest", &encoded)?;
+    let export = writer.finish()?;
+    meter.finish()?;
+    Ok(Loaded {
+        name: manifest.key.model.clone(),
+        manifest,
+        manifest_fd,
+        export,
+    })
+}
+
+/// Announces `entry` to the daemon behind `conn`, loads the checkpoint, and offers the result.
+///
+/// The name and the device are those of `entry`, whatever `options` say. A load that fails is reported to
+/// the daemon; a daemon that closes the connection stops the load.
+///
+/// # Errors
+/// As [`fill`]; and when the daemon refuses the announcement or the offer, or goes away.
+pub fn publish(
+    conn: &Connection,
+    entry: &EntryId,
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    progress: &(dyn Fn(Progress) + Sync),
+) -> Result<Published, WorkerError> {
+    let options = LoadOptions {
+        name: Some(entry.name.clone()),
+        device: entry.device,
+        ..options.clone()
+    };
+    // Which tensors are equal is not known yet, so this is the most that it can take.
+    let bytes = Plan::new(checkpoint, &options, &alias::Aliases::none())?.memory_bytes();
+    let announce = Request::Announce {
+        entry: entry.clone(),
+        bytes,
+    };
+    match ask(conn, &announce, &[], protocol::STEP)? {
+        Reply::Done => {}
+        other => return Err(unexpected("the announcement", other)),
+    }
+
+    let report = |p: Progress| {
+        if conn.is_closed() {
+            return Err(SocketError::Closed.into());
+        }
+        progress(p.clone());
+        // Never waits: a daemon that is behind with reading misses a figure, not a load.
+        match conn.send(&Request::Progress(p), &[], Duration::ZERO) {
+            Ok(()) | Err(SocketError::Deadline(_)) => Ok(()),
+            Err(e) => Err(e.into()),
+        }
+    };
+    match fill_until(checkpoint, &options, &report) {
+        Ok(loaded) => offer(conn, &loaded),
+        // A daemon that told the load to stop has said why.
+        Err(WorkerError::Socket(closed)) => match conn.receive::<Reply>(Duration::ZERO) {
+            Ok((Reply::Refused { code, reason }, _)) => Err(WorkerError::Refused { code, reason }),
+            _ => Err(closed.into()),
+        },
+        Err(e) => {
+            let reason = protocol::clip(&e.to_string());
+            let told = ask(conn, &Request::Failed { reason }, &[], protocol::STEP);
+            if let Err(untold) = told {
+                tracing::debug!("the daemon was not told that the load failed: {untold}");
+            }
+            Err(e)
+        }
+    }
+}
+
+fn offer(conn: &Connection, loaded: &Loaded) -> Result<Published, WorkerError> {
+    let Loaded {
+        manifest, export, ..
+    } = loaded;
+    let mut fds = vec![loaded.manifest_fd.as_fd()];
+    fds.extend(export.anchor.as_ref().map(AsFd::as_fd));
+    fds.extend(export.slabs.iter().map(AsFd::as_fd));
+    let offer = Request::Offer {
+        anchor: export.anchor.is_some(),
+        slabs: export.slabs.len() as u32,
+    };
+    match ask(conn, &offer, &fds, PUBLISH)? {
+        Reply::Accepted { epoch, unchanged } => Ok(Published {
+            epoch,
+            unchanged,
+            root: manifest.root,
+            tensors: manifest.tensors.len(),
+            aliases: manifest.aliases.len(),
+            slabs: manifest.slabs.len(),
+            memory_bytes: manifest.memory_bytes(),
+        }),
+        other => Err(unexpected("the offer", other)),
+    }
+}
+
+/// Asks, and waits `timeout` for the answer.
+fn ask(
+    conn: &Connection,
+    request: &Request,
+    fds: &[std::os::fd::BorrowedFd<'_>],
+    timeout: Duration,
+) -> Result<Reply, WorkerError> {
+    // A daemon that refused and closed at once has left its reason to read.
+    let sent = conn.send(request, fds, protocol::STEP);
+    if let Err(e) = sent
+        && !matches!(e, SocketError::Closed)
+    {
+        return Err(e.into());
+    }
+    Ok(conn.receive::<Reply>(timeout)?.0)
+}
+
+fn unexpected(what: &'static str, reply: Reply) -> WorkerError {
+    match reply {
+        Reply::Refused { code, reason } => WorkerError::Refused { code, reason },
+        _ => WorkerError::UnexpectedReply { what },
+    }
+}

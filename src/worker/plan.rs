@@ -1,0 +1,201 @@
+//! Where each tensor will lie, decided from headers alone, before any memory is taken.
+//! Tensors follow one another in the slabs as they do in the files, so that reading is sequential.
+
+use crate::checkpoint::Checkpoint;
+use crate::key::Key;
+use crate::manifest::{ALIGNMENT, Alias, Digest, ElementType, MAX_SLABS, Manifest, TensorEntry};
+use crate::slab::DeviceId;
+
+use super::alias::Aliases;
+use super::{LoadOptions, WorkerError};
+
+/// Slabs are this large unless the whole asks for more: 4 GiB.
+const SLAB_BYTES: u64 = 4 << 30;
+/// A slab is at least this fraction of the whole, which leaves some of [`MAX_SLABS`] for uneven filling.
+const SLAB_FRACTION: u64 = 240;
+/// CUDA memory comes in pages of 2 MiB.
+const CUDA_PAGE: u64 = 2 << 20;
+/// candle's CUDA kernels read up to this many elements past the end of a row of GGML blocks
+/// (`MATRIX_ROW_PADDING` in candle-core's `quantized/cuda.rs`).
+const CUDA_PADDING: u64 = 512;
+
+/// The layout of one entry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// Length of each slab, in bytes.
+    pub slabs: Vec<u64>,
+    /// Tensors that get a place, in order of their names.
+    pub tensors: Vec<Placed>,
+    /// Second names, in order: index into [`Checkpoint::tensors`], index into [`Plan::tensors`].
+    pub aliases: Vec<(usize, usize)>,
+}
+
+/// One tensor's place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placed {
+    /// Index into [`Checkpoint::tensors`].
+    pub source: usize,
+    /// The type that it is stored as.
+    pub element: ElementType,
+    /// Its length in the slab, in bytes.
+    pub bytes: u64,
+    /// Zeroed bytes behind it that belong to it.
+    pub tail: u64,
+    /// Index of its slab.
+    pub slab: u32,
+    /// Bytes from the slab's start.
+    pub offset: u64,
+}
+
+/// Digests of one tensor: in the checkpoint, and in the slab.
+pub type Digests = (Digest, Digest);
+
+impl Plan {
+    /// Lays out the tensors of `checkpoint` that are no second names.
+    ///
+    /// # Errors
+    /// [`WorkerError::TooLarge`] when the lengths add up to more than can be addressed.
+    pub fn new(
+        checkpoint: &Checkpoint,
+        options: &LoadOptions,
+        aliases: &Aliases,
+    ) -> Result<Self, WorkerError> {
+        let cuda = matches!(options.device, DeviceId::Cuda(_));
+        let mut tensors = Vec::with_capacity(checkpoint.tensors.len());
+        let mut place_of = vec![None; checkpoint.tensors.len()];
+        let mut total = 0u64;
+        for (source, t) in checkpoint.tensors.iter().enumerate() {
+            if aliases.first_of(source).is_some() {
+                continue;
+            }
+            let too_large = || WorkerError::TooLarge {
+                dtype: options.dtype,
+                name: t.name.clone(),
+            };
+            let element = options.dtype.of(t.element);
+            let bytes = if element == t.element {
+                t.bytes
+            } else {
+                element.bytes(&t.shape).ok_or_else(too_large)?
+            };
+            let tail = if cuda && element.is_quantized() && bytes > 0 {
+                CUDA_PADDING * element.block_bytes() / element.block_elements()
+            } else {
+                0
+            };
+            // Half of the range stays free: what follows adds up without overflow.
+            total = bytes
+                .checked_add(tail + ALIGNMENT)
+                .and_then(|room| total.checked_add(room))
+                .filter(|total| *total <= u64::MAX / 2)
+                .ok_or_else(too_large)?;
+            place_of[source] = Some(tensors.len());
+            tensors.push(Placed {
+                source,
+                element,
+                bytes,
+                tail,
+                slab: 0,
+                offset: 0,
+            });
+        }
+
+        let mut order: Vec<usize> = (0..tensors.len())
+            .filter(|i| tensors[*i].bytes > 0)
+            .collect();
+        order.sort_by_key(|i| {
+            let t = &checkpoint.tensors[tensors[*i].source];
+            (t.file, t.offset)
+        });
+        let page = if cuda { CUDA_PAGE } else { 1 };
+        let slabs = pack(&mut tensors, &order, total, options.slab_bytes, page);
+
+        let second = |source| Some((source, place_of[aliases.first_of(source)?]?));
+        Ok(Self {
+            slabs,
+            aliases: (0..checkpoint.tensors.len()).filter_map(second).collect(),
+            tensors,
+        })
+    }
+
+    /// Bytes of all slabs.
+    pub fn memory_bytes(&self) -> u64 {
+        self.slabs.iter().sum()
+    }
+
+    /// The manifest of this layout, not yet encoded: without root and files. `digests` go with
+    /// [`Plan::tensors`]; where there are none yet, they are zero.
+    pub fn manifest(&self, checkpoint: &Checkpoint, key: Key, digests: &[Digests]) -> Manifest {
+        let digests = digests
+            .iter()
+            .copied()
+            .chain(std::iter::repeat(Digests::default()));
+        let entry = |(placed, (source, stored)): (&Placed, Digests)| {
+            let t = &checkpoint.tensors[placed.source];
+            TensorEntry {
+                name: t.name.clone(),
+                element: placed.element,
+                shape: t.shape.clone(),
+                slab: placed.slab,
+                offset: placed.offset,
+                bytes: placed.bytes,
+                source,
+                stored,
+            }
+        };
+        let alias = |(source, tensor): &(usize, usize)| Alias {
+            name: checkpoint.tensors[*source].name.clone(),
+            tensor: *tensor as u32,
+        };
+        Manifest {
+            key,
+            root: Digest::default(),
+            slabs: self.slabs.clone(),
+            tensors: self.tensors.iter().zip(digests).map(entry).collect(),
+            aliases: self.aliases.iter().map(alias).collect(),
+            attributes: checkpoint.attributes.clone(),
+            files: Vec::new(),
+        }
+    }
+}
+
+/// Places the tensors in `order`, and returns the slabs' lengths: multiples of `page`, at most [`MAX_SLABS`].
+fn pack(
+    tensors: &mut [Placed],
+    order: &[usize],
+    total: u64,
+    slab_bytes: Option<u64>,
+    page: u64,
+) -> Vec<u64> {
+    let wanted = slab_bytes.unwrap_or_else(|| SLAB_BYTES.max(total / SLAB_FRACTION));
+    let mut limit = wanted.min(total);
+    loop {
+        let slabs = pack_into(tensors, order, limit.next_multiple_of(page), page);
+        if slabs.len() <= MAX_SLABS {
+            return slabs;
+        }
+        // Two neighbours fill more than one slab, so twice the fair share is always enough.
+        limit = (limit + limit / 4 + ALIGNMENT).max(total / MAX_SLABS as u64);
+    }
+}
+
+/// Fills slab after slab up to `limit` bytes. A tensor that is larger has one of its own.
+fn pack_into(tensors: &mut [Placed], order: &[usize], limit: u64, page: u64) -> Vec<u64> {
+    let mut slabs: Vec<u64> = Vec::new();
+    for i in order {
+        let t = &mut tensors[*i];
+        let room = t.bytes + t.tail;
+        let mut offset = slabs.last().map(|end| end.next_multiple_of(ALIGNMENT));
+        offset = offset.filter(|offset| offset + room <= limit);
+        t.offset = offset.unwrap_or(0);
+        match slabs.last_mut() {
+            Some(end) if offset.is_some() => *end = t.offset + room,
+            _ => slabs.push(room),
+        }
+        t.slab = (slabs.len() - 1) as u32;
+    }
+    for end in &mut slabs {
+        *end = end.next_multiple_of(page);
+    }
+    slabs
+}
