@@ -4,9 +4,16 @@ pub mod checkpoint;
 #[cfg(feature = "cli")]
 pub mod daemon;
 pub mod key;
+pub mod loader;
 pub mod manifest;
 pub mod protocol;
 pub mod slab;
 pub mod socket;
+pub mod tensors;
 #[cfg(feature = "cli")]
 pub mod worker;
+
+pub use loader::{
+    AttachError, Cast, Detached, FromIpcCache, GetError, IpcCache, IpcConfig, Mismatch, OptionError, Proof,
+    QuantizedVarBuilder, Report, Took,
+};

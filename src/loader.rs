@@ -1,0 +1,342 @@
+//! The engine's side: attach to an entry, and get candle tensors over the memory that the daemon holds.
+//! [`IpcCache`] is the handle; [`FromIpcCache`] is the one line that an engine changes.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use candle_core::{DType, Device};
+use candle_nn::VarBuilder;
+
+use crate::manifest::{MAX_BYTES, Manifest, ManifestError};
+use crate::protocol::{EntryId, EpochId, STEP};
+use crate::slab::DeviceId;
+use crate::slab::host::HostMapping;
+use crate::socket::SocketError;
+use crate::tensors::MappedWeights;
+use crate::tensors::host::HostWeights;
+
+mod backend;
+mod config;
+mod connect;
+mod error;
+mod identity;
+mod quantized;
+mod report;
+mod suggest;
+
+pub use config::{IpcConfig, OPTIONS, OptionError};
+pub use error::{AttachError, GetError, Tried};
+pub use identity::{Mismatch, Proof};
+pub use quantized::QuantizedVarBuilder;
+pub use report::{Cast, Report, Took};
+
+use connect::Lease;
+
+/// Makes a `VarBuilder` from cached weights, as candle's own `from_*` constructors make one from files.
+pub trait FromIpcCache: Sized {
+    /// Attaches to the entry that `config` names and builds over it. The weights stay mapped, and the
+    /// lease on them lasts, for as long as the builder or a tensor over shared memory lives.
+    ///
+    /// # Errors
+    /// As [`IpcCache::attach`].
+    fn from_ipc_cache(
+        config: &IpcConfig,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self, AttachError>;
+}
+
+impl FromIpcCache for VarBuilder<'static> {
+    fn from_ipc_cache(
+        config: &IpcConfig,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self, AttachError> {
+        Ok(IpcCache::attach(config, device)?.var_builder(dtype))
+    }
+}
+
+/// An entry's weights, mapped into this process, and the lease on them.
+///
+/// Tensors stay valid after the handle and the daemon are gone. When the last holder of shared memory
+/// goes (this handle, a builder, a quantized tensor), the lease ends in good order.
+pub struct IpcCache {
+    shared: Arc<Shared>,
+}
+
+/// What a handle and its builders have in common.
+struct Shared {
+    manifest: Arc<Manifest>,
+    names: Arc<suggest::Names>,
+    /// The manifest's own memory, for the small files in it.
+    memory: HostMapping,
+    weights: Box<dyn MappedWeights>,
+    /// Entries that more than one name stands for.
+    aliased: HashSet<usize>,
+    kept: Mutex<HashMap<usize, Vec<backend::Kept>>>,
+    lease: Arc<Lease>,
+    device: Device,
+    strict: bool,
+    tally: report::Tally,
+    report: Report,
+}
+
+impl Shared {
+    fn kept(&self) -> MutexGuard<'_, HashMap<usize, Vec<backend::Kept>>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What an engine still refers to after [`IpcCache::detach`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "it says what is still alive"]
+pub struct Detached {
+    /// Tensors that still read shared memory. They stay valid.
+    pub tensors: usize,
+    /// Bytes of shared memory that those tensors keep mapped.
+    pub bytes: u64,
+    /// Builders over the weights; while one lives, all of them stay mapped.
+    pub builders: usize,
+    /// The daemon was already gone.
+    pub daemon_lost: bool,
+}
+
+impl fmt::Debug for IpcCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IpcCache")
+            .field("entry", &self.shared.report.entry)
+            .field("epoch", &self.shared.report.epoch)
+            .finish_non_exhaustive()
+    }
+}
+
+impl IpcCache {
+    /// Attaches to the entry that `config` names, on the memory that `device` computes on.
+    ///
+    /// # Errors
+    /// When no daemon answers in time, it refuses, what it gives does not hold together, or the entry
+    /// holds other weights than the engine means.
+    pub fn attach(config: &IpcConfig, device: &Device) -> Result<Self, AttachError> {
+        let entry = EntryId {
+            name: config.name.clone(),
+            role: config.role.clone(),
+            device: device_id(device)?,
+        };
+        let mut took = Took::default();
+        let start = Instant::now();
+        let end = start + config.connect_timeout;
+        let connection = connect::connect(config, end)?;
+        let socket = connection.path().to_path_buf();
+        took.connect = start.elapsed();
+
+        let step = Instant::now();
+        let given = connect::request(connection, &entry, config, end)?;
+        let lease = Arc::new(Lease::new(given.connection));
+        took.receive = step.elapsed();
+
+        let step = Instant::now();
+        let manifest_error = |source| AttachError::Manifest {
+            entry: entry.clone(),
+            source,
+        };
+        let slab_error = |source| AttachError::Slab {
+            entry: entry.clone(),
+            source,
+        };
+        let memory =
+            HostMapping::map(given.manifest.as_fd(), None, "the manifest").map_err(slab_error)?;
+        let length = memory.as_slice().len() as u64;
+        if length > MAX_BYTES {
+            return Err(manifest_error(ManifestError::Limit {
+                what: "bytes",
+                found: length,
+                limit: MAX_BYTES,
+            }));
+        }
+        let manifest = Arc::new(Manifest::decode(memory.as_slice()).map_err(manifest_error)?);
+        took.decode = step.elapsed();
+
+        let step = Instant::now();
+        let slabs = &manifest.slabs;
+        let announced = (given.slabs.len(), given.memory_bytes);
+        if announced != (slabs.len(), manifest.memory_bytes()) {
+            let (slabs, bytes) = announced;
+            return Err(AttachError::BadAnswer {
+                path: socket,
+                what: format!(
+                    "it sent {slabs} slabs of {bytes} bytes, the manifest lists {} of {}",
+                    manifest.slabs.len(),
+                    manifest.memory_bytes()
+                ),
+            });
+        }
+        let slabs = (slabs.iter().zip(&given.slabs).enumerate())
+            .map(|(i, (bytes, fd))| {
+                HostMapping::map(fd.as_fd(), Some(*bytes), &format!("slab {i}"))
+            })
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(slab_error)?;
+        let weights = Box::new(HostWeights::new(manifest.clone(), slabs, lease.clone()));
+        took.map = step.elapsed();
+
+        let step = Instant::now();
+        let proof = identity::prove(config, &entry, &manifest)?;
+        took.identity = step.elapsed();
+
+        if config.verify {
+            let step = Instant::now();
+            weights.verify()?;
+            took.verify = step.elapsed();
+        }
+        took.total = start.elapsed();
+        let report = Report {
+            entry,
+            epoch: given.epoch,
+            socket,
+            identity: proof,
+            verified: config.verify,
+            tensors: manifest.tensors.len() + manifest.aliases.len(),
+            memory_bytes: manifest.memory_bytes(),
+            took,
+            copied_bytes: 0,
+            casts: Vec::new(),
+        };
+        tracing::info!(entry = %report.entry, epoch = %report.epoch, took = ?took.total, "attached");
+        let aliased = manifest.aliases.iter().map(|a| a.tensor as usize);
+        Ok(Self {
+            shared: Arc::new(Shared {
+                names: Arc::new(suggest::Names::new(manifest.clone())),
+                aliased: aliased.collect(),
+                manifest,
+                memory,
+                weights,
+                kept: Mutex::default(),
+                lease,
+                device: device.clone(),
+                strict: config.strict,
+                tally: report::Tally::default(),
+                report,
+            }),
+        })
+    }
+
+    /// The weights as a candle `VarBuilder`. The stored dtype is served as it is; another is converted
+    /// as candle would, and counted in [`IpcCache::report`].
+    pub fn var_builder(&self, dtype: DType) -> VarBuilder<'static> {
+        let backend = Box::new(backend::Backend(self.shared.clone()));
+        VarBuilder::from_backend(backend, dtype, self.shared.device.clone())
+    }
+
+    /// The quantized weights, by the names and methods of candle's quantized `VarBuilder`.
+    pub fn quantized(&self) -> QuantizedVarBuilder {
+        QuantizedVarBuilder::new(self.shared.clone())
+    }
+
+    /// A tensor's bytes as they are stored, whatever its type.
+    ///
+    /// # Errors
+    /// When there is no such tensor, or it lies in memory that the processor cannot read.
+    pub fn raw(&self, name: &str) -> Result<&[u8], GetError> {
+        let shared = &self.shared;
+        let missing = || GetError::NoTensor(shared.names.hint(name).to_string());
+        let index = shared.manifest.find(name).ok_or_else(missing)?;
+        shared
+            .weights
+            .bytes(index)
+            .ok_or_else(|| GetError::NotReadable {
+                name: name.into(),
+                device: shared.report.entry.device,
+            })
+    }
+
+    /// A small file that travels with the weights, for instance `config.json`, byte for byte.
+    pub fn file(&self, name: &str) -> Option<&[u8]> {
+        let files = &self.shared.manifest.files;
+        let at = files.binary_search_by(|f| f.name.as_str().cmp(name)).ok()?;
+        let start = files[at].offset as usize;
+        self.shared
+            .memory
+            .as_slice()
+            .get(start..start + files[at].bytes as usize)
+    }
+
+    /// The names of the small files, sorted.
+    pub fn files(&self) -> impl Iterator<Item = &str> {
+        self.shared.manifest.files.iter().map(|f| f.name.as_str())
+    }
+
+    /// A string that travels with the weights.
+    pub fn attribute(&self, name: &str) -> Option<&str> {
+        let attributes = &self.shared.manifest.attributes;
+        let found = attributes.iter().find(|(key, _)| key == name)?;
+        Some(&found.1)
+    }
+
+    /// Bytes that the entry takes from its device, for all engines together: the sum of its slabs.
+    pub fn memory_bytes(&self) -> u64 {
+        self.shared.manifest.memory_bytes()
+    }
+
+    /// What the attach found and took, and what serving tensors has cost so far.
+    pub fn report(&self) -> Report {
+        let mut report = self.shared.report.clone();
+        self.shared.tally.fill(&mut report);
+        report
+    }
+
+    /// The table of tensors.
+    pub fn manifest(&self) -> &Manifest {
+        &self.shared.manifest
+    }
+
+    /// The epoch that this engine is attached to. Another engine can ask for the same.
+    pub fn epoch(&self) -> EpochId {
+        self.shared.report.epoch
+    }
+
+    /// Whether the daemon has gone. The weights stay valid; new engines will not find them there.
+    pub fn daemon_lost(&self) -> bool {
+        self.shared.lease.daemon_lost()
+    }
+
+    /// Ends the lease now, whatever is still alive, and says what is. That stays valid, but the daemon
+    /// no longer knows that it is in use.
+    ///
+    /// # Errors
+    /// When the daemon does not take the goodbye in time. The lease has ended all the same.
+    pub fn detach(self) -> Result<Detached, AttachError> {
+        let shared = self.shared;
+        let daemon_lost = shared.lease.daemon_lost();
+        match shared.lease.end(STEP) {
+            Ok(()) | Err(SocketError::Closed) => {}
+            Err(source) => {
+                return Err(AttachError::Socket {
+                    path: shared.report.socket.clone(),
+                    step: "saying goodbye to the daemon",
+                    source,
+                });
+            }
+        }
+        let alive = shared.weights.sweep();
+        Ok(Detached {
+            tensors: alive.tensors,
+            bytes: alive.bytes,
+            builders: Arc::strong_count(&shared) - 1,
+            daemon_lost,
+        })
+    }
+}
+
+/// The memory that `device` computes on.
+fn device_id(device: &Device) -> Result<DeviceId, AttachError> {
+    match device {
+        Device::Cpu => Ok(DeviceId::Host),
+        other => Err(AttachError::Device(format!(
+            "{:?} cannot attach: this build maps host memory only, so give `Device::Cpu`",
+            other.location()
+        ))),
+    }
+}

@@ -1,0 +1,259 @@
+//! What an engine wants to attach to, and how patient it is: [`IpcConfig`].
+//! Every setting can also be given as text; one that does not exist is refused by name.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::manifest::Digest;
+use crate::protocol::{EpochId, MAX_WAIT, TARGET};
+
+/// What to attach to, and on which terms.
+#[derive(Clone, Debug)]
+pub struct IpcConfig {
+    pub(super) name: String,
+    pub(super) role: String,
+    pub(super) epoch: Option<EpochId>,
+    pub(super) socket_dir: Option<PathBuf>,
+    pub(super) checkpoint: Option<PathBuf>,
+    pub(super) root: Option<Digest>,
+    pub(super) trust_name: bool,
+    pub(super) connect_timeout: Duration,
+    pub(super) state_timeout: Duration,
+    pub(super) wait: bool,
+    pub(super) strict: bool,
+    pub(super) verify: bool,
+    pub(super) allow_uids: Vec<u32>,
+}
+
+/// Why a setting given as text was refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OptionError {
+    /// There is no such option.
+    #[error("there is no option `{key}`; there are: {}", OPTIONS.join(", "))]
+    Unknown {
+        /// The option asked for.
+        key: String,
+    },
+    /// The value is none that the option takes.
+    #[error("option `{key}`: `{value}` is not {wanted}")]
+    Value {
+        /// The option.
+        key: String,
+        /// The value given.
+        value: String,
+        /// What it takes.
+        wanted: &'static str,
+    },
+}
+
+/// Every option that [`IpcConfig::option`] knows.
+pub const OPTIONS: &[&str] = &[
+    "allow_uid",
+    "checkpoint",
+    "connect_timeout",
+    "epoch",
+    "role",
+    "root",
+    "socket_dir",
+    "state_timeout",
+    "strict",
+    "trust_name",
+    "verify",
+    "wait",
+];
+
+impl IpcConfig {
+    /// The entry `name`, in the role `target`, from the daemon in the usual place.
+    ///
+    /// Waits 5 s for the daemon's answer and, where the entry is still loading, 10 minutes for that.
+    pub fn new(name: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            role: TARGET.into(),
+            epoch: None,
+            socket_dir: None,
+            checkpoint: None,
+            root: None,
+            trust_name: false,
+            connect_timeout: Duration::from_secs(5),
+            state_timeout: Duration::from_secs(600),
+            wait: true,
+            strict: false,
+            verify: false,
+            allow_uids: Vec::new(),
+        }
+    }
+
+    /// The role: `target`, `draft`, or a word of the operator's.
+    pub fn role(mut self, role: impl Into<String>) -> Self {
+        self.role = role.into();
+        self
+    }
+
+    /// This epoch and no other.
+    pub fn epoch(mut self, epoch: EpochId) -> Self {
+        self.epoch = Some(epoch);
+        self
+    }
+
+    /// The daemon's socket folder, instead of the usual places.
+    pub fn socket_dir(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.socket_dir = Some(folder.into());
+        self
+    }
+
+    /// The checkpoint that is meant, a file or a folder: other weights under the same name are refused.
+    pub fn checkpoint(mut self, path: impl Into<PathBuf>) -> Self {
+        self.checkpoint = Some(path.into());
+        self
+    }
+
+    /// The root digest of the weights that are meant, as `candle-cache status` prints it.
+    pub fn root(mut self, root: Digest) -> Self {
+        self.root = Some(root);
+        self
+    }
+
+    /// Takes the name as proof enough, and does not look at the files that the entry was loaded from.
+    pub fn trust_name(mut self, trust: bool) -> Self {
+        self.trust_name = trust;
+        self
+    }
+
+    /// How long to wait for a connection and the first answer; a day at most.
+    pub fn connect_timeout(mut self, timeout: Duration) -> Self {
+        self.connect_timeout = timeout.min(MAX_WAIT);
+        self
+    }
+
+    /// How long to wait for an entry that is loading; a day at most.
+    pub fn state_timeout(mut self, timeout: Duration) -> Self {
+        self.state_timeout = timeout.min(MAX_WAIT);
+        self
+    }
+
+    /// Whether to wait for an entry that is loading (the default), or be refused.
+    pub fn wait(mut self, wait: bool) -> Self {
+        self.wait = wait;
+        self
+    }
+
+    /// Makes every conversion from the stored dtype an error.
+    pub fn strict(mut self, strict: bool) -> Self {
+        self.strict = strict;
+        self
+    }
+
+    /// Hashes all weights at attach and compares them with what was loaded.
+    pub fn verify(mut self, verify: bool) -> Self {
+        self.verify = verify;
+        self
+    }
+
+    /// Accepts a daemon that runs as this user too.
+    pub fn allow_uid(mut self, uid: u32) -> Self {
+        self.allow_uids.push(uid);
+        self
+    }
+
+    /// Sets one option from text, for instance from a command line: `option("connect_timeout", "5s")`.
+    ///
+    /// # Errors
+    /// When there is no such option, or the value is none that it takes.
+    pub fn option(self, key: &str, value: &str) -> Result<Self, OptionError> {
+        let wrong = |wanted| OptionError::Value {
+            key: key.into(),
+            value: value.into(),
+            wanted,
+        };
+        let flag = || match value {
+            "true" | "yes" | "on" | "1" => Ok(true),
+            "false" | "no" | "off" | "0" => Ok(false),
+            _ => Err(wrong("true or false")),
+        };
+        let duration =
+            || parse_duration(value).ok_or_else(|| wrong("a time such as 500ms, 5s, 10m or 2h"));
+        Ok(match key {
+            "allow_uid" => {
+                self.allow_uid(value.parse().map_err(|_| wrong("the number of a user"))?)
+            }
+            "checkpoint" => self.checkpoint(value),
+            "connect_timeout" => self.connect_timeout(duration()?),
+            "epoch" => self.epoch(
+                value
+                    .parse()
+                    .map_err(|_| wrong("an epoch's 32 hexadecimal digits"))?,
+            ),
+            "role" => self.role(value),
+            "root" => self.root(
+                value
+                    .parse()
+                    .map_err(|_| wrong("a digest of 64 hexadecimal digits"))?,
+            ),
+            "socket_dir" => self.socket_dir(value),
+            "state_timeout" => self.state_timeout(duration()?),
+            "strict" => self.strict(flag()?),
+            "trust_name" => self.trust_name(flag()?),
+            "verify" => self.verify(flag()?),
+            "wait" => self.wait(flag()?),
+            _ => return Err(OptionError::Unknown { key: key.into() }),
+        })
+    }
+}
+
+fn parse_duration(text: &str) -> Option<Duration> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let count: u64 = digits.parse().ok()?;
+    let seconds = |unit: u64| count.checked_mul(unit).map(Duration::from_secs);
+    match &text[digits.len()..] {
+        "ms" => Some(Duration::from_millis(count)),
+        "s" => seconds(1),
+        "m" => seconds(60),
+        "h" => seconds(3600),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_listed_option_is_known_and_an_unknown_one_is_named_with_the_list() {
+        for key in OPTIONS {
+            let values = ["5s", "true", "7", &"0a".repeat(16), &"0b".repeat(32), "x"];
+            let taken = values
+                .iter()
+                .any(|v| IpcConfig::new("m").option(key, v).is_ok());
+            assert!(taken, "{key}");
+        }
+        let error = IpcConfig::new("m")
+            .option("conect_timeout", "5s")
+            .unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("`conect_timeout`") && text.contains("connect_timeout"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn times_are_read_with_their_unit_only() {
+        assert_eq!(parse_duration("500ms"), Some(Duration::from_millis(500)));
+        assert_eq!(parse_duration("10m"), Some(Duration::from_secs(600)));
+        for wrong in [
+            "",
+            "5",
+            "s",
+            "-1s",
+            "5 s",
+            "5d",
+            "1.5s",
+            "18446744073709551615h",
+            "5µs",
+        ] {
+            assert_eq!(parse_duration(wrong), None, "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! The engine's side of an attach: find the daemon, see who it is, ask, and take the descriptors.
+//! The connection stays open afterwards: it is the [`Lease`].
+
+use std::os::fd::OwnedFd;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::config::IpcConfig;
+use super::error::{AttachError, Tried};
+use crate::manifest::MAX_SLABS;
+use crate::protocol::{EntryId, EpochId, Progress, Reply, Request, STEP};
+use crate::socket::{self, Connection, Peer, SocketError, folder};
+
+/// The user that a namespace shows for every user it has no number for.
+const OVERFLOW_UID: u32 = 65534;
+
+/// What the daemon gave.
+#[derive(Debug)]
+pub(super) struct Given {
+    pub(super) connection: Connection,
+    pub(super) epoch: EpochId,
+    pub(super) manifest: OwnedFd,
+    pub(super) slabs: Vec<OwnedFd>,
+    pub(super) memory_bytes: u64,
+}
+
+/// Connects to the first socket behind which a daemon of an accepted user listens.
+pub(super) fn connect(config: &IpcConfig, end: Instant) -> Result<Connection, AttachError> {
+    socket::raise_descriptor_limit();
+    let mut tried = Vec::new();
+    for path in folder::for_engine(config.socket_dir.as_deref())? {
+        let left = end.saturating_duration_since(Instant::now());
+        let connected = Connection::connect(&path, left)
+            .and_then(|c| check_peer(&c, &config.allow_uids).map(|()| c));
+        match connected {
+            Ok(connection) => return Ok(connection),
+            Err(source @ SocketError::Deadline(_)) => {
+                return Err(AttachError::Socket {
+                    path,
+                    step: "connecting to the daemon",
+                    source,
+                });
+            }
+            Err(error) => tried.push(Tried { path, error }),
+        }
+    }
+    let nobody = |t: &Tried| matches!(t.error, SocketError::NobodyListens(_));
+    Err(if tried.iter().all(nobody) {
+        AttachError::NoDaemon { tried }
+    } else {
+        AttachError::Unreachable { tried }
+    })
+}
+
+fn check_peer(connection: &Connection, allowed: &[u32]) -> Result<(), SocketError> {
+    let theirs = Peer::of(connection)?.uid;
+    let ours = rustix::process::geteuid().as_raw();
+    // The overflow uid stands for many users, so that even being equal to it proves nothing.
+    if (theirs == ours && theirs != OVERFLOW_UID) || allowed.contains(&theirs) {
+        return Ok(());
+    }
+    Err(SocketError::OtherUser {
+        path: connection.path().to_path_buf(),
+        theirs,
+        ours,
+    })
+}
+
+/// Asks for the entry's descriptors, waits while it loads, and acknowledges them.
+pub(super) fn request(
+    connection: Connection,
+    entry: &EntryId,
+    config: &IpcConfig,
+    end: Instant,
+) -> Result<Given, AttachError> {
+    let path = connection.path().to_path_buf();
+    let broken = |step| {
+        let path = path.clone();
+        move |source| AttachError::Socket { path, step, source }
+    };
+    let bad = |what: String| AttachError::BadAnswer {
+        path: path.clone(),
+        what,
+    };
+    let left = |end: Instant| end.saturating_duration_since(Instant::now());
+    let wait = if config.wait {
+        config.state_timeout
+    } else {
+        Duration::ZERO
+    };
+    let ask = Request::Attach {
+        entry: entry.clone(),
+        epoch: config.epoch,
+        wait,
+    };
+    connection
+        .send(&ask, &[], left(end))
+        .map_err(broken("asking the daemon"))?;
+
+    // While the entry loads, the daemon's own word that the wait is over should come first.
+    let loaded_by = Instant::now() + wait + STEP;
+    let mut loading: Option<Progress> = None;
+    let (reply, fds) = loop {
+        let end = if loading.is_some() { loaded_by } else { end };
+        let received = match left(end) {
+            Duration::ZERO => Err(SocketError::Deadline(config.connect_timeout)),
+            left => connection.receive::<Reply>(left),
+        };
+        match (received, &loading) {
+            (Ok((Reply::Loading(progress), _)), before) => {
+                let phase = before.as_ref().map(|p| p.phase.as_str());
+                if phase == Some(&progress.phase) {
+                    tracing::debug!(%entry, done = progress.done, total = progress.total, "loading");
+                } else {
+                    tracing::info!(%entry, phase = progress.phase, total = progress.total, "waiting for a load");
+                }
+                loading = Some(progress);
+            }
+            (Ok(answer), _) => break answer,
+            (Err(SocketError::Deadline(_)), Some(progress)) => {
+                return Err(AttachError::StillLoading {
+                    entry: entry.clone(),
+                    waited: wait,
+                    phase: progress.phase.clone(),
+                    done: progress.done,
+                    total: progress.total,
+                });
+            }
+            (Err(SocketError::Deadline(_)), None) => {
+                let source = SocketError::Deadline(config.connect_timeout);
+                return Err(broken("waiting for the daemon's answer")(source));
+            }
+            (Err(source), _) => return Err(broken("waiting for the daemon's answer")(source)),
+        }
+    };
+    let (epoch, anchor, slabs, memory_bytes) = match reply {
+        Reply::Attached {
+            epoch,
+            anchor,
+            slabs,
+            memory_bytes,
+        } => (epoch, anchor, slabs as usize, memory_bytes),
+        Reply::Refused { code, reason } => {
+            return Err(AttachError::Refused {
+                entry: entry.clone(),
+                code,
+                reason,
+            });
+        }
+        other => return Err(bad(format!("{other:?} in answer to an attach"))),
+    };
+    let wanted = 1 + usize::from(anchor) + slabs.min(MAX_SLABS + 1);
+    if slabs > MAX_SLABS || fds.len() != wanted {
+        return Err(bad(format!(
+            "it announced {slabs} slabs and sent {} descriptors",
+            fds.len()
+        )));
+    }
+    connection
+        .send(&Request::Received, &[], STEP)
+        .map_err(broken("acknowledging the descriptors"))?;
+    if let Some(wanted) = config.epoch.filter(|e| *e != epoch) {
+        return Err(AttachError::OtherEpoch {
+            wanted,
+            found: epoch,
+        });
+    }
+    let mut fds = fds.into_iter();
+    let manifest = fds.next().ok_or_else(|| bad("no manifest".into()))?;
+    // The daemon holds the anchor; an engine's own mapping keeps its device alive.
+    Ok(Given {
+        connection,
+        epoch,
+        manifest,
+        slabs: fds.skip(usize::from(anchor)).collect(),
+        memory_bytes,
+    })
+}
+
+/// The open connection that says to the daemon: these weights are in use here.
+///
+/// It ends in good order when the last holder is gone, or earlier by [`Lease::end`].
+#[derive(Debug)]
+pub(super) struct Lease {
+    connection: Mutex<Option<Connection>>,
+}
+
+impl Lease {
+    pub(super) fn new(connection: Connection) -> Self {
+        Self {
+            connection: Mutex::new(Some(connection)),
+        }
+    }
+
+    /// Whether the daemon is gone. Does not wait.
+    pub(super) fn daemon_lost(&self) -> bool {
+        self.lock().as_ref().is_none_or(Connection::is_closed)
+    }
+
+    /// Says goodbye within `timeout` and closes the connection. The second call does nothing.
+    ///
+    /// # Errors
+    /// When the daemon is gone or does not read; the connection is closed all the same.
+    pub(super) fn end(&self, timeout: Duration) -> Result<(), SocketError> {
+        match self.lock().take() {
+            Some(connection) => connection.send(&Request::Goodbye, &[], timeout),
+            None => Ok(()),
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Connection>> {
+        self.connection
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        // Best effort, without a wait: the daemon also sees the connection close.
+        if let Err(e) = self.end(Duration::ZERO) {
+            tracing::debug!("saying goodbye to the daemon: {e}");
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! What can go wrong between an engine and its weights: while attaching, and while asking for a tensor.
+//! Both turn into candle's error at the seam where candle calls.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use candle_core::DType;
+
+use super::identity::Mismatch;
+use crate::checkpoint::CheckpointError;
+use crate::manifest::{ElementType, ManifestError};
+use crate::protocol::{EntryId, EpochId, Refusal};
+use crate::slab::{DeviceId, SlabError};
+use crate::socket::SocketError;
+use crate::socket::folder::FolderError;
+use crate::tensors::TensorError;
+
+/// A socket that was tried, and what came of it.
+#[derive(Debug)]
+pub struct Tried {
+    /// The socket.
+    pub path: PathBuf,
+    /// What went wrong.
+    pub error: SocketError,
+}
+
+/// Why an engine could not attach.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AttachError {
+    /// Nobody listens on any of the sockets.
+    #[error(
+        "no daemon is running; tried {}: start one with `candle-cache serve`, or name its folder (CANDLE_CACHE_SOCKET_DIR, \
+         `IpcConfig::socket_dir`)",
+        tried.iter().map(|t| t.path.display().to_string()).collect::<Vec<_>>().join(", ")
+    )]
+    NoDaemon {
+        /// The sockets, in the order in which they were tried.
+        tried: Vec<Tried>,
+    },
+    /// There is a socket, but none that could be used.
+    #[error("no daemon could be reached:{}", tried.iter().map(|t| format!("\n  {}", t.error)).collect::<String>())]
+    Unreachable {
+        /// The sockets, in the order in which they were tried.
+        tried: Vec<Tried>,
+    },
+    /// The folder that should hold the socket cannot be used.
+    #[error(transparent)]
+    Folder(#[from] FolderError),
+    /// The exchange with the daemon broke off.
+    #[error("{step} at {}: {source}", path.display())]
+    Socket {
+        /// The socket.
+        path: PathBuf,
+        /// What the engine was doing.
+        step: &'static str,
+        /// What went wrong.
+        source: SocketError,
+    },
+    /// The entry did not become ready in time.
+    #[error(
+        "{entry} was still loading after {waited:?} ({phase}, {done} of {total} bytes): give it longer \
+         (`IpcConfig::state_timeout`), or see `candle-cache status`"
+    )]
+    StillLoading {
+        /// The entry.
+        entry: EntryId,
+        /// How long the engine waited.
+        waited: Duration,
+        /// What the worker was doing.
+        phase: String,
+        /// Bytes done in that phase.
+        done: u64,
+        /// Bytes to do in that phase.
+        total: u64,
+    },
+    /// The daemon refused.
+    #[error("{entry} was refused: {reason}")]
+    Refused {
+        /// The entry.
+        entry: EntryId,
+        /// What kind of refusal.
+        code: Refusal,
+        /// The daemon's reason.
+        reason: String,
+    },
+    /// The daemon's answer does not hold together.
+    #[error(
+        "the daemon at {} gave an answer that does not hold: {what}; run the same release of candle-cache and of the engine",
+        path.display()
+    )]
+    BadAnswer {
+        /// The socket.
+        path: PathBuf,
+        /// What does not hold.
+        what: String,
+    },
+    /// The daemon gave another epoch than the one asked for.
+    #[error("epoch {wanted} was asked for, the daemon gave {found}")]
+    OtherEpoch {
+        /// The epoch asked for.
+        wanted: EpochId,
+        /// The epoch received.
+        found: EpochId,
+    },
+    /// The manifest is not to be believed.
+    #[error("the manifest of {entry}: {source}")]
+    Manifest {
+        /// The entry.
+        entry: EntryId,
+        /// What is wrong with it.
+        source: ManifestError,
+    },
+    /// A received descriptor is no slab, or could not be mapped.
+    #[error("the memory of {entry}: {source}")]
+    Slab {
+        /// The entry.
+        entry: EntryId,
+        /// What is wrong with it.
+        source: SlabError,
+    },
+    /// The entry holds other weights than the engine means.
+    #[error(transparent)]
+    Mismatch(Box<Mismatch>),
+    /// A file that the entry was loaded from has changed since.
+    #[error("{} has changed since it was loaded: {mismatch}", file.display())]
+    Stale {
+        /// The file.
+        file: PathBuf,
+        /// In what it differs.
+        mismatch: Box<Mismatch>,
+    },
+    /// A checkpoint that would have proved the entry's identity cannot be read.
+    #[error(
+        "{entry} cannot be compared with its checkpoint: {source}; name the right one (`IpcConfig::checkpoint`), pin \
+         the root digest (`IpcConfig::root`), or trust the name (`IpcConfig::trust_name`)"
+    )]
+    Unproven {
+        /// The entry.
+        entry: EntryId,
+        /// What is wrong with the checkpoint.
+        source: CheckpointError,
+    },
+    /// The weights are damaged, or of no use as tensors.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+    /// This build cannot use that device.
+    #[error("{0}")]
+    Device(String),
+}
+
+impl From<AttachError> for candle_core::Error {
+    fn from(e: AttachError) -> Self {
+        Self::wrap(e)
+    }
+}
+
+/// Why the cache did not give a tensor, beside [`TensorError`] and candle's own errors.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum GetError {
+    /// A conversion was needed, and the engine asked for none.
+    #[error(
+        "tensor `{name}` is stored as {stored} and was asked for as {asked:?}; strict mode converts nothing: ask for the \
+         stored dtype, or load the model with `--dtype`"
+    )]
+    Strict {
+        /// The tensor.
+        name: String,
+        /// Its stored type.
+        stored: ElementType,
+        /// The dtype asked for.
+        asked: DType,
+    },
+    /// candle could not convert it.
+    #[error("tensor `{name}`, stored as {stored}, cannot be had as {asked:?}: {source}")]
+    Cast {
+        /// The tensor.
+        name: String,
+        /// Its stored type.
+        stored: ElementType,
+        /// The dtype asked for.
+        asked: DType,
+        /// candle's answer.
+        source: candle_core::Error,
+    },
+    /// No tensor of that name.
+    #[error("{0}")]
+    NoTensor(String),
+    /// The tensor's bytes cannot be read in place.
+    #[error("the bytes of tensor `{name}` lie on {device} and cannot be read in place from here")]
+    NotReadable {
+        /// The tensor.
+        name: String,
+        /// Where it lies.
+        device: DeviceId,
+    },
+}
+
+impl From<GetError> for candle_core::Error {
+    fn from(e: GetError) -> Self {
+        Self::wrap(e)
+    }
+}

@@ -1,0 +1,160 @@
+//! What an attach found and took, and what serving tensors has cost since: [`Report`].
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use candle_core::DType;
+
+use super::identity::Proof;
+use crate::manifest::ElementType;
+use crate::protocol::{EntryId, EpochId};
+
+/// An attach and its consequences so far. `Display` is one line for each thing worth knowing.
+#[derive(Clone, Debug)]
+pub struct Report {
+    /// The entry.
+    pub entry: EntryId,
+    /// Its epoch.
+    pub epoch: EpochId,
+    /// The socket behind which the daemon answered.
+    pub socket: PathBuf,
+    /// How the engine knows that these are the weights that it means.
+    pub identity: Proof,
+    /// Whether all weights were hashed at attach.
+    pub verified: bool,
+    /// Tensors, aliases included.
+    pub tensors: usize,
+    /// Bytes that the entry takes from its device, for all engines together.
+    pub memory_bytes: u64,
+    /// What the attach took.
+    pub took: Took,
+    /// Bytes that were copied into this process's own memory to make tensors.
+    pub copied_bytes: u64,
+    /// Conversions from a stored type to another dtype.
+    pub casts: Vec<Cast>,
+}
+
+/// What an attach took, part by part.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Took {
+    /// Finding and reaching the daemon.
+    pub connect: Duration,
+    /// The exchange, waiting for a load included.
+    pub receive: Duration,
+    /// Mapping and decoding the manifest.
+    pub decode: Duration,
+    /// Mapping the slabs.
+    pub map: Duration,
+    /// Proving the identity.
+    pub identity: Duration,
+    /// Hashing the weights, where that was asked for.
+    pub verify: Duration,
+    /// All of it.
+    pub total: Duration,
+}
+
+/// Conversions of one kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cast {
+    /// The stored type.
+    pub stored: ElementType,
+    /// The dtype that was asked for.
+    pub asked: DType,
+    /// How often.
+    pub tensors: u64,
+    /// Stored bytes that were converted.
+    pub bytes: u64,
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Took {
+            connect,
+            receive,
+            decode,
+            map,
+            identity,
+            verify,
+            total,
+        } = self.took;
+        writeln!(f, "entry     {}, epoch {}", self.entry, self.epoch)?;
+        writeln!(f, "socket    {}", self.socket.display())?;
+        write!(f, "identity  {}", self.identity)?;
+        writeln!(
+            f,
+            "{}",
+            if self.verified {
+                "; all weights verified"
+            } else {
+                ""
+            }
+        )?;
+        writeln!(
+            f,
+            "weights   {} tensors, {} bytes shared",
+            self.tensors, self.memory_bytes
+        )?;
+        writeln!(
+            f,
+            "attach    {total:.1?}: connect {connect:.1?}, receive {receive:.1?}, decode {decode:.1?}, map {map:.1?}, \
+             identity {identity:.1?}, verify {verify:.1?}"
+        )?;
+        write!(f, "copied    {} bytes", self.copied_bytes)?;
+        for Cast {
+            stored,
+            asked,
+            tensors,
+            bytes,
+        } in &self.casts
+        {
+            write!(
+                f,
+                "\ncast      {tensors} tensors of {bytes} bytes from {stored} to {asked:?}"
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// Running counts. Any thread may add to them.
+#[derive(Debug, Default)]
+pub(super) struct Tally {
+    copied: AtomicU64,
+    casts: Mutex<Vec<Cast>>,
+}
+
+impl Tally {
+    pub(super) fn copied(&self, bytes: u64) {
+        self.copied.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn cast(&self, stored: ElementType, asked: DType, bytes: u64) {
+        let mut casts = self.casts.lock().unwrap_or_else(PoisonError::into_inner);
+        match casts
+            .iter_mut()
+            .find(|c| (c.stored, c.asked) == (stored, asked))
+        {
+            Some(cast) => {
+                cast.tensors += 1;
+                cast.bytes += bytes;
+            }
+            None => casts.push(Cast {
+                stored,
+                asked,
+                tensors: 1,
+                bytes,
+            }),
+        }
+    }
+
+    /// Writes the counts into a report.
+    pub(super) fn fill(&self, report: &mut Report) {
+        report.copied_bytes = self.copied.load(Ordering::Relaxed);
+        report
+            .casts
+            .clone_from(&self.casts.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
