@@ -1,0 +1,272 @@
+//! candle tensors over mapped slabs: the seam between devices.
+//! Stored element types are matched with candle's here; a type that candle lacks is an error by name.
+
+use std::sync::Arc;
+
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Tensor};
+
+use crate::manifest::{Digest, ElementType, TensorEntry};
+
+pub mod host;
+mod qtensor_host;
+
+/// An epoch's weights, mapped read-only into this process.
+///
+/// An entry is named by its index into [`crate::manifest::Manifest::tensors`].
+pub trait MappedWeights: Send + Sync {
+    /// The entry as a tensor on `device`, in the dtype that [`plain_dtype`] gives for it.
+    ///
+    /// # Errors
+    /// When candle has no such dtype, the entry holds GGML blocks, or the device refuses.
+    fn plain(&self, entry: usize, device: &Device) -> Result<Plain, TensorError>;
+
+    /// The entry as a quantized tensor over the mapped memory. While one is alive, every call for
+    /// the same entry returns that one.
+    ///
+    /// # Errors
+    /// When the entry's type is no GGML type, or its shape is none that candle takes.
+    fn quantized(&self, entry: usize) -> Result<Arc<QTensor>, TensorError>;
+
+    /// The entry's bytes as they are stored; `None` where this process cannot read them in place.
+    fn bytes(&self, entry: usize) -> Option<&[u8]>;
+
+    /// Computes the digest of every entry's bytes and compares it with the manifest's.
+    ///
+    /// # Errors
+    /// [`TensorError::Damaged`] names the first entry that differs.
+    fn verify(&self) -> Result<(), TensorError>;
+
+    /// Gives back memory that nothing refers to any more, and says what is still referred to.
+    fn sweep(&self) -> Alive;
+}
+
+/// A tensor, and what making it took.
+#[derive(Debug)]
+pub struct Plain {
+    /// The tensor.
+    pub tensor: Tensor,
+    /// Bytes that were copied for it; zero where it lies in the mapped memory.
+    pub copied: u64,
+}
+
+/// What still refers to mapped memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Alive {
+    /// Tensors.
+    pub tensors: usize,
+    /// Bytes of the slabs that those tensors lie in.
+    pub bytes: u64,
+}
+
+/// Why an entry cannot be had as a tensor.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TensorError {
+    /// candle has no dtype for it.
+    #[error(
+        "tensor `{name}` is stored as {element}, which candle has no dtype for: its bytes are there as \
+         `IpcCache::raw(\"{name}\")`"
+    )]
+    Unsupported {
+        /// The tensor.
+        name: String,
+        /// Its stored type.
+        element: ElementType,
+    },
+    /// It holds GGML blocks and was asked for as a plain tensor.
+    #[error(
+        "tensor `{name}` is stored as {element} blocks, not as a plain tensor: ask for it through \
+         `IpcCache::quantized()`"
+    )]
+    Quantized {
+        /// The tensor.
+        name: String,
+        /// Its stored type.
+        element: ElementType,
+    },
+    /// It was asked for as a `QTensor`, and its type is none of GGML's.
+    #[error(
+        "tensor `{name}` is stored as {element}, which is no GGML type: ask for it through `IpcCache::var_builder()`, \
+         or for its bytes as `IpcCache::raw(\"{name}\")`"
+    )]
+    NotGgml {
+        /// The tensor.
+        name: String,
+        /// Its stored type.
+        element: ElementType,
+    },
+    /// Its shape is too large for this machine's numbers.
+    #[error("tensor `{name}` has shape {shape:?}, whose strides this machine cannot count")]
+    Shape {
+        /// The tensor.
+        name: String,
+        /// Its shape.
+        shape: Vec<u64>,
+    },
+    /// candle refused.
+    #[error("tensor `{name}`: {source}")]
+    Candle {
+        /// The tensor.
+        name: String,
+        /// candle's answer.
+        source: candle_core::Error,
+    },
+    /// Its bytes are not the ones that were loaded.
+    #[error(
+        "the bytes of tensor `{name}` have digest {found}, its manifest says {wanted}: the memory is damaged; \
+         remove the entry with `candle-cache unload` and load it again"
+    )]
+    Damaged {
+        /// The tensor.
+        name: String,
+        /// Digest of the mapped bytes.
+        found: Digest,
+        /// Digest in the manifest.
+        wanted: Digest,
+    },
+}
+
+impl From<TensorError> for candle_core::Error {
+    fn from(e: TensorError) -> Self {
+        Self::wrap(e)
+    }
+}
+
+/// The candle dtype in which a plain tensor of this stored type is served; `None`: not as a plain tensor.
+///
+/// It is the stored type itself but for U16, which candle reads as U32.
+pub fn plain_dtype(element: ElementType) -> Option<DType> {
+    Some(match element {
+        ElementType::U8 => DType::U8,
+        ElementType::U16 | ElementType::U32 => DType::U32,
+        ElementType::I16 => DType::I16,
+        ElementType::I32 => DType::I32,
+        ElementType::I64 => DType::I64,
+        ElementType::F4 => DType::F4,
+        ElementType::F6E2M3 => DType::F6E2M3,
+        ElementType::F6E3M2 => DType::F6E3M2,
+        ElementType::F8E4M3 => DType::F8E4M3,
+        ElementType::F8E8M0 => DType::F8E8M0,
+        ElementType::BF16 => DType::BF16,
+        ElementType::F16 => DType::F16,
+        ElementType::F32 => DType::F32,
+        ElementType::F64 => DType::F64,
+        _ => return None,
+    })
+}
+
+/// The GGML type in which an entry of this stored type is served as a `QTensor`; `None`: not as one.
+///
+/// The plain floats that GGUF files mix with blocks (F32, F16, BF16) are GGML types too.
+pub fn ggml_dtype(element: ElementType) -> Option<GgmlDType> {
+    Some(match element {
+        ElementType::F32 => GgmlDType::F32,
+        ElementType::F16 => GgmlDType::F16,
+        ElementType::BF16 => GgmlDType::BF16,
+        ElementType::Q4_0 => GgmlDType::Q4_0,
+        ElementType::Q4_1 => GgmlDType::Q4_1,
+        ElementType::Q5_0 => GgmlDType::Q5_0,
+        ElementType::Q5_1 => GgmlDType::Q5_1,
+        ElementType::Q8_0 => GgmlDType::Q8_0,
+        ElementType::Q8_1 => GgmlDType::Q8_1,
+        ElementType::Q2K => GgmlDType::Q2K,
+        ElementType::Q3K => GgmlDType::Q3K,
+        ElementType::Q4K => GgmlDType::Q4K,
+        ElementType::Q5K => GgmlDType::Q5K,
+        ElementType::Q6K => GgmlDType::Q6K,
+        ElementType::Q8K => GgmlDType::Q8K,
+        _ => return None,
+    })
+}
+
+/// The plain dtype of an entry, or the error that says how to get at it otherwise.
+///
+/// # Errors
+/// [`TensorError::Quantized`] or [`TensorError::Unsupported`].
+pub fn require_plain(entry: &TensorEntry) -> Result<DType, TensorError> {
+    let (name, element) = (entry.name.clone(), entry.element);
+    plain_dtype(element).ok_or(if element.is_quantized() {
+        TensorError::Quantized { name, element }
+    } else {
+        TensorError::Unsupported { name, element }
+    })
+}
+
+/// The GGML type of an entry, or the error that says how to get at it otherwise.
+///
+/// # Errors
+/// [`TensorError::NotGgml`].
+pub fn require_ggml(entry: &TensorEntry) -> Result<GgmlDType, TensorError> {
+    ggml_dtype(entry.element).ok_or_else(|| TensorError::NotGgml {
+        name: entry.name.clone(),
+        element: entry.element,
+    })
+}
+
+/// An entry's shape as candle counts it.
+///
+/// # Errors
+/// When strides over it overflow, which an empty tensor's other dimensions can bring about.
+pub fn shape_of(entry: &TensorEntry) -> Result<Vec<usize>, TensorError> {
+    let strides = entry
+        .shape
+        .iter()
+        .filter(|d| **d > 0)
+        .try_fold(1u64, |n, d| n.checked_mul(*d));
+    strides
+        .filter(|n| isize::try_from(*n).is_ok())
+        .map(|_| entry.shape.iter().map(|d| *d as usize).collect())
+        .ok_or_else(|| TensorError::Shape {
+            name: entry.name.clone(),
+            shape: entry.shape.clone(),
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_ggml_type_has_candles_block_size() {
+        for element in ElementType::ALL {
+            if let Some(dtype) = ggml_dtype(*element) {
+                assert_eq!(
+                    dtype.block_size() as u64,
+                    element.block_elements(),
+                    "{element}"
+                );
+                assert_eq!(dtype.type_size() as u64, element.block_bytes(), "{element}");
+            }
+            assert!(
+                !element.is_quantized() || ggml_dtype(*element).is_some(),
+                "{element}"
+            );
+        }
+    }
+
+    #[test]
+    fn exactly_five_types_have_no_tensor_at_all() {
+        let none: Vec<_> = ElementType::ALL
+            .iter()
+            .filter(|e| plain_dtype(**e).is_none() && ggml_dtype(**e).is_none())
+            .map(|e| e.as_str())
+            .collect();
+        assert_eq!(none, ["BOOL", "I8", "U64", "F8_E5M2", "C64"]);
+    }
+
+    #[test]
+    fn an_empty_tensor_with_uncountable_strides_is_an_error() {
+        let entry = TensorEntry {
+            name: "e".into(),
+            element: ElementType::F32,
+            shape: vec![0, 1 << 40, 1 << 40],
+            slab: 0,
+            offset: 0,
+            bytes: 0,
+            source: Digest::default(),
+            stored: Digest::default(),
+        };
+        assert!(matches!(shape_of(&entry), Err(TensorError::Shape { .. })));
+    }
+}
