@@ -10,7 +10,7 @@ use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::key::Key;
 use crate::manifest::{self, Digest, ElementType, Manifest, ManifestError};
 use crate::protocol::{self, EntryId, EpochId, Progress, ProtocolError, Refusal, Reply, Request};
-use crate::slab::{self, CHUNK, DeviceId, Export, SlabError};
+use crate::slab::{self, DeviceId, Export, SlabError};
 use crate::socket::{Connection, SocketError};
 
 use plan::Plan;
@@ -28,7 +28,7 @@ pub use held::{Held, already_held};
 
 /// Most threads that fill slabs, unless the caller asks for another number.
 pub const DEFAULT_THREADS: usize = 16;
-/// Most threads that the caller may ask for: each takes up to four buffers of [`CHUNK`] bytes.
+/// Most threads that the caller may ask for: each takes up to four buffers of [`slab::CHUNK`] bytes.
 pub const MAX_THREADS: usize = 256;
 
 /// How long the daemon may take to check and publish an offer: its manifest may be large.
@@ -98,7 +98,6 @@ impl FromStr for TargetDtype {
 
 /// How to load.
 #[derive(Clone, Debug)]
-#[non_exhaustive]
 pub struct LoadOptions {
     /// Name of the entry; `None`: the checkpoint's own.
     pub name: Option<String>,
@@ -297,13 +296,13 @@ fn fill_until(
     // What no manifest can hold is found out now, and not after everything has been read.
     plan.manifest(checkpoint, key.clone(), &[])
         .encode(Vec::new())?;
+    let (each, mut fillers) = (plan.buffer_bytes(checkpoint), threads);
     if options.device == DeviceId::Host {
-        let buffers = 4 * (threads * CHUNK) as u64;
-        memory::check(plan.memory_bytes().saturating_add(buffers))?;
+        fillers = memory::threads(plan.memory_bytes(), each, threads)?;
     }
 
     let writer = slab::writer(options.device, &plan.slabs)?;
-    let digests = stream::fill_slabs(checkpoint, &plan, &*writer, threads, report)?;
+    let digests = stream::fill_slabs(checkpoint, &plan, &*writer, fillers, report)?;
     aliases.confirm(checkpoint, &plan, &digests)?;
     checkpoint.check_unchanged()?;
 

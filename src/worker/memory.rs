@@ -5,15 +5,24 @@ use std::path::Path;
 
 use super::WorkerError;
 
-/// Checks that `needs` bytes can be taken.
+/// How many of the `wanted` threads, which need `each` bytes of buffers, may run beside `slabs` bytes of slabs.
 ///
 /// # Errors
-/// [`WorkerError::NoRoom`] names both figures and the limit. A system that tells neither is believed to have room.
-pub(super) fn check(needs: u64) -> Result<(), WorkerError> {
-    match room(Path::new("/proc"), Path::new("/sys/fs/cgroup")) {
-        Some((free, limit)) if free < needs => Err(WorkerError::NoRoom { needs, free, limit }),
-        _ => Ok(()),
+/// [`WorkerError::NoRoom`] when there is no room even for one: it names both figures and the limit. A system that
+/// tells nothing is believed to have room.
+pub(super) fn threads(slabs: u64, each: u64, wanted: usize) -> Result<usize, WorkerError> {
+    let room = room(Path::new("/proc"), Path::new("/sys/fs/cgroup"));
+    room.map_or(Ok(wanted), |room| fit(room, slabs, each, wanted))
+}
+
+fn fit(room: (u64, String), slabs: u64, each: u64, wanted: usize) -> Result<usize, WorkerError> {
+    let (free, limit) = room;
+    let needs = slabs.saturating_add(each);
+    if free < needs {
+        return Err(WorkerError::NoRoom { needs, free, limit });
     }
+    let most = (free - slabs) / each.max(1);
+    Ok(usize::try_from(most).unwrap_or(usize::MAX).clamp(1, wanted))
 }
 
 /// The tightest of the limits: bytes that are free under it, and what it is called.
@@ -122,5 +131,19 @@ mod tests {
         write(&groups, "memory.max", "1000\n");
         write(&groups, "memory.current", "400\n");
         assert_eq!(room(&proc, &groups).map(|(free, _)| free), Some(600));
+    }
+
+    #[test]
+    fn little_room_means_fewer_threads_and_none_is_an_error() {
+        let fit = |free, slabs, each| fit((free, "limit".into()), slabs, each, 8);
+        assert_eq!(fit(1_000, 100, 10).ok(), Some(8));
+        assert_eq!(fit(130, 100, 10).ok(), Some(3));
+        assert_eq!(fit(110, 100, 10).ok(), Some(1));
+        assert_eq!(fit(0, 0, 0).ok(), Some(1));
+        let error = fit(109, 100, 10).expect_err("no room").to_string();
+        assert!(
+            error.contains("needs 110 bytes") && error.contains("109 are free"),
+            "{error}"
+        );
     }
 }

@@ -4,7 +4,7 @@
 use crate::checkpoint::Checkpoint;
 use crate::key::Key;
 use crate::manifest::{ALIGNMENT, Alias, Digest, ElementType, MAX_SLABS, Manifest, TensorEntry};
-use crate::slab::DeviceId;
+use crate::slab::{CHUNK, DeviceId};
 
 use super::alias::Aliases;
 use super::{LoadOptions, WorkerError};
@@ -121,6 +121,21 @@ impl Plan {
     /// Bytes of all slabs.
     pub fn memory_bytes(&self) -> u64 {
         self.slabs.iter().sum()
+    }
+
+    /// Bytes that each filling thread needs for its buffers.
+    pub(super) fn buffer_bytes(&self, checkpoint: &Checkpoint) -> u64 {
+        let buffers = |placed: &Placed| {
+            let source = &checkpoint.tensors[placed.source];
+            let one = source.bytes.max(placed.bytes).min(CHUNK as u64);
+            // What was read, candle's copies before and after converting, and the lane's own.
+            if placed.element == source.element {
+                one
+            } else {
+                4 * one
+            }
+        };
+        self.tensors.iter().map(buffers).max().unwrap_or(0)
     }
 
     /// The manifest of this layout, not yet encoded: without root and files. `digests` go with

@@ -79,12 +79,13 @@ fn load(args: &Args, global: &Global) -> anyhow::Result<()> {
     let device = device(&args.device)?;
     let variant = args.variant.clone();
     let checkpoint = Checkpoint::open(&args.model, &checkpoint::Options { variant })?;
-    let mut options = LoadOptions::default();
-    options.name = args.name.clone();
-    options.device = device;
-    options.dtype = args.dtype;
-    options.slab_bytes = args.slab_bytes;
-    options.threads = args.threads;
+    let options = LoadOptions {
+        name: args.name.clone(),
+        device,
+        dtype: args.dtype,
+        slab_bytes: args.slab_bytes,
+        threads: args.threads,
+    };
     let entry = EntryId::new(options.entry_name(&checkpoint), device);
 
     if !args.force {
