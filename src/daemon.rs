@@ -159,8 +159,8 @@ pub async fn run(
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), DaemonError> {
     let files = socket::raise_descriptor_limit();
-    // A lease takes two descriptors, and those of the slabs must fit beside them.
-    let room = usize::try_from(files.saturating_sub(512) / 4).unwrap_or(usize::MAX);
+    // A lease takes two descriptors: half of the limit stays for the slabs.
+    let room = usize::try_from(files / 4).unwrap_or(usize::MAX);
     let limits = Limits {
         connections: config.limits.connections.min(room.max(16)),
         ..config.limits

@@ -306,7 +306,7 @@ impl Surroundings {
         let foreign = stat.st_uid != self.uid && !allow.contains(&stat.st_uid);
         let lax = match origin {
             Origin::Explicit => mode & 0o022 != 0,
-            Origin::Runtime | Origin::Temp => mode & 0o777 != 0o700,
+            Origin::Runtime | Origin::Temp => mode & 0o077 != 0,
         };
         if !foreign && !lax {
             return Ok(true);
