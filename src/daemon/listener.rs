@@ -4,7 +4,7 @@
 use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
@@ -17,6 +17,7 @@ use crate::socket::{Connection, Peer, SocketError};
 const LOCK: &str = "daemon.lock";
 const BACKLOG: i32 = 4096;
 const PROBE: Duration = Duration::from_secs(1);
+const RETRY: Duration = Duration::from_millis(20);
 
 /// A socket that listens, and the lock that says so. Dropping it removes both files.
 #[derive(Debug)]
@@ -178,6 +179,7 @@ impl Lock {
     fn take(socket: &Path) -> Result<Self, DaemonError> {
         let path = socket.with_file_name(LOCK);
         let system = |e: Errno| DaemonError::system(format!("locking {}", path.display()), e);
+        let end = Instant::now() + PROBE;
         loop {
             let flags = OFlags::RDWR
                 | OFlags::CREATE
@@ -188,7 +190,17 @@ impl Lock {
             match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(Errno::INTR) => continue,
-                Err(Errno::WOULDBLOCK) => return Err(Self::holder(socket, &fd)),
+                Err(Errno::WOULDBLOCK) => {
+                    if let Ok(peer) = Connection::connect(socket, PROBE).and_then(Peer::of) {
+                        return Err(served(socket, Some(peer)));
+                    }
+                    // Locked, and nobody listens: its holder is about to listen, or about to end.
+                    if Instant::now() >= end {
+                        return Err(Self::holder(socket, &fd));
+                    }
+                    std::thread::sleep(RETRY);
+                    continue;
+                }
                 Err(e) => return Err(system(e)),
             }
             // A daemon that was just stopping may have removed the file between the two calls: a
@@ -209,10 +221,8 @@ impl Lock {
         }
     }
 
+    /// Who holds the lock, as its file says.
     fn holder(socket: &Path, fd: &OwnedFd) -> DaemonError {
-        if let Ok(peer) = Connection::connect(socket, PROBE).and_then(Peer::of) {
-            return served(socket, Some(peer));
-        }
         let mut text = [0; 16];
         let read = rustix::io::pread(fd, &mut text, 0).unwrap_or(0);
         let pid = std::str::from_utf8(&text[..read])

@@ -111,9 +111,10 @@ impl Session {
                 return None;
             }
             () = silence => {
-                tracing::debug!("process {} said nothing for {patience:?}", self.peer.pid);
+                tracing::debug!("process {} said nothing in time", self.peer.pid);
                 if let Some(Announced { load, .. }) = self.load.take() {
-                    load.fail(format!("the worker said nothing for {patience:?}"));
+                    let silence = self.context.limits.worker_silence;
+                    load.fail(format!("the worker said nothing for {silence:?}"));
                 }
                 return None;
             }

@@ -2,7 +2,7 @@
 //! Every wait for a peer is bounded, here or by the caller.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use serde::Serialize;
@@ -65,6 +65,8 @@ impl Wire {
         step: Duration,
     ) -> Result<(), SocketError> {
         let mut last = None;
+        // Half a step: the peer, who waits for a step, is to hear why it gets nothing.
+        let give_up = Instant::now() + step / 2;
         let sending = async {
             loop {
                 match send_now(self.0.as_fd(), packet, fds) {
@@ -83,7 +85,11 @@ impl Wire {
                     }
                     // It passes when other peers read theirs; nothing tells when.
                     Err(Errno::TOOMANYREFS) => {
-                        last = Some(SocketError::TooManyInFlight(Errno::TOOMANYREFS.into()));
+                        let refused = send_error(Errno::TOOMANYREFS, fds.len());
+                        if Instant::now() >= give_up {
+                            return Err(refused);
+                        }
+                        last = Some(refused);
                         tokio::time::sleep(RETRY).await;
                     }
                     Err(e) => return Err(send_error(e, fds.len())),

@@ -12,9 +12,7 @@ use candle_ipc_cache::protocol::{Refusal, Reply, Request};
 use candle_ipc_cache::socket::Connection;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::support::{
-    PATIENCE, Weights, ask, attach, attach_request, entry, eventually, take_attached,
-};
+use crate::support::{PATIENCE, Weights, ask, attach, attach_request, entry, eventually};
 
 fn program(folder: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_candle-cache"));
@@ -340,12 +338,9 @@ fn descriptors_that_nobody_takes_are_a_typed_refusal_and_pass() {
     assert!(matches!(status, Reply::Status { .. }));
     // One of them reads at last: what it got is whole.
     let mut peers = peers.into_iter();
-    assert_eq!(
-        take_attached(peers.next().unwrap())
-            .map(|attached| attached.fds.len())
-            .ok(),
-        Some(41)
-    );
+    let (reply, fds) = peers.next().unwrap().receive(PATIENCE).unwrap();
+    assert!(matches!(reply, Reply::Attached { .. }), "{reply:?}");
+    assert_eq!(fds.len(), 41);
     drop(peers);
     eventually("there is room again", || attach(&socket, "m").is_ok());
 }

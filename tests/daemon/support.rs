@@ -289,8 +289,12 @@ impl Weights {
         std::iter::once(self.manifest_fd()).chain(slabs).collect()
     }
 
-    /// Encodes a manifest without the checks of [`Manifest::encode`].
+    /// Encodes a manifest, without its files and without the checks of [`Manifest::encode`].
     pub fn unchecked(manifest: &Manifest, version: u32) -> Vec<u8> {
+        let manifest = &Manifest {
+            files: Vec::new(),
+            ..manifest.clone()
+        };
         let codec = bincode::config::standard().with_fixed_int_encoding();
         let table = bincode::serde::encode_to_vec(manifest, codec).unwrap();
         let mut out = b"CNDLIPC\0".to_vec();
