@@ -160,6 +160,14 @@ pub enum CheckpointError {
         /// The limit.
         limit: u64,
     },
+    /// A GGUF of a version or a byte order that this build does not read.
+    #[error("{}: {what}", path.display())]
+    Version {
+        /// The file.
+        path: PathBuf,
+        /// The version found, and those that work.
+        what: String,
+    },
     /// What the header says of one tensor does not hold.
     #[error("{}: tensor `{tensor}`: {what}", path.display())]
     Tensor {
@@ -206,7 +214,8 @@ pub enum CheckpointError {
     },
     /// Tensors have GGML types that candle cannot compute with.
     #[error(
-        "{}: {} of GGML types that cannot be used: {}; the types that work: {}",
+        "{}: {} of GGML types that cannot be used: {}; take a file in one of the types that \
+         work: {}",
         path.display(),
         count(tensors.len(), "tensor"),
         listed(tensors.iter().map(|t| format!("`{}` is {} ({})", t.tensor, types::name(t.number), t.number))),
@@ -219,7 +228,10 @@ pub enum CheckpointError {
         tensors: Vec<UnknownType>,
     },
     /// Files that belong to the model are not there.
-    #[error("{}: {} not there: {}{hint}", path.display(), is_are(missing.len()), listed(missing.iter()))]
+    #[error(
+        "{}: {} of the model missing: {}; fetch what is missing{hint}",
+        path.display(), count(missing.len(), "file"), listed(missing.iter())
+    )]
     MissingFiles {
         /// The index, or the part that names the set.
         path: PathBuf,
@@ -242,9 +254,9 @@ pub enum CheckpointError {
     },
     /// The index names tensors that are not in the shards it names for them.
     #[error(
-        "{}: {} not in the shard that the index names: {}: index and shards are not of one model",
+        "{}: {} missing from the shard that the index names: {}: index and shards are not of one model",
         path.display(),
-        is_are(tensors.len()),
+        count(tensors.len(), "tensor"),
         listed(tensors.iter().map(|(t, s)| format!("`{t}` (in {s})")))
     )]
     NotInShard {
@@ -435,8 +447,4 @@ pub(super) fn listed<T: ToString>(items: impl ExactSizeIterator<Item = T>) -> St
 
 pub(super) fn count(n: usize, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })
-}
-
-fn is_are(n: usize) -> String {
-    format!("{n} {}", if n == 1 { "is" } else { "are" })
 }

@@ -1,7 +1,8 @@
 //! Index files (`*.safetensors.index.json`): which shard holds which tensor.
 //! The index decides: what it does not name is not loaded, and what it names must be there.
 
-use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::path::{Component, Path};
 
@@ -54,7 +55,7 @@ pub(super) fn read(path: &Path) -> Result<Sharded, CheckpointError> {
 }
 
 fn not_in_shard(path: &Path, map: &WeightMap, found: &[SourceTensor]) -> CheckpointError {
-    let found: std::collections::HashSet<&str> = found.iter().map(|t| t.name.as_str()).collect();
+    let found: HashSet<&str> = found.iter().map(|t| t.name.as_str()).collect();
     let mut tensors: Vec<_> = map
         .names
         .iter()
@@ -237,10 +238,13 @@ impl<'de> Visitor<'de> for MapSeed<'_> {
                     out.shards.len() - 1
                 }
             };
-            if out.names.contains_key(&name) {
-                twice.get_or_insert(name);
-            } else {
-                out.names.insert(name, number);
+            match out.names.entry(name) {
+                Entry::Vacant(free) => {
+                    free.insert(number);
+                }
+                Entry::Occupied(taken) => {
+                    twice.get_or_insert_with(|| taken.key().clone());
+                }
             }
         }
         Ok(())

@@ -51,7 +51,12 @@ pub(super) fn read_header(
                 path: path.to_path_buf(),
                 what: format!("it is {what}, whatever its name says"),
             },
-            None => CheckpointError::limit(path, "bytes of header", length, MAX_HEADER),
+            None => CheckpointError::limit(
+                path,
+                "bytes of header (damaged, or of another kind)",
+                length,
+                MAX_HEADER,
+            ),
         });
     }
     let data = 8 + length;

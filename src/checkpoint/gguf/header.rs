@@ -257,16 +257,20 @@ impl Reader<'_> {
             });
         }
         let version = self.u32()?;
+        let refused = |what| CheckpointError::Version {
+            path: self.path.to_path_buf(),
+            what,
+        };
         match version {
             1..=3 => self.narrow = version == 1,
             v if (1..=3).contains(&v.swap_bytes()) => {
-                return Err(self.broken(format!(
+                return Err(refused(format!(
                     "a big-endian GGUF (version {}): only little-endian files work, convert it",
                     v.swap_bytes()
                 )));
             }
             v => {
-                return Err(self.broken(format!(
+                return Err(refused(format!(
                     "unsupported GGUF version {v}: versions 1 to 3 work"
                 )));
             }
