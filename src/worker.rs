@@ -216,6 +216,12 @@ pub enum WorkerError {
         /// What was asked.
         what: &'static str,
     },
+    /// The daemon went away, or gave the load up, before it was finished.
+    #[error(
+        "the daemon closed the connection during the load: it was stopped, or the entry was unloaded; nothing was \
+         published"
+    )]
+    DaemonGone,
     /// There is not enough memory.
     #[error(
         "the load needs {needs} bytes of host memory, {free} are free ({limit}): unload another entry \
@@ -366,6 +372,7 @@ pub fn publish(
         // A daemon that told the load to stop has said why.
         Err(WorkerError::Socket(closed)) => match conn.receive::<Reply>(Duration::ZERO) {
             Ok((Reply::Refused { code, reason }, _)) => Err(WorkerError::Refused { code, reason }),
+            _ if matches!(closed, SocketError::Closed) => Err(WorkerError::DaemonGone),
             _ => Err(closed.into()),
         },
         Err(e) => {

@@ -796,10 +796,7 @@ fn a_daemon_that_goes_away_stops_the_load() {
             }
         },
     );
-    assert!(matches!(
-        stopped,
-        Err(WorkerError::Socket(SocketError::Closed))
-    ));
+    assert!(matches!(stopped, Err(WorkerError::DaemonGone)));
     assert_eq!(loads.into_inner(), 0);
 }
 

@@ -7,23 +7,22 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use candle_ipc_cache::checkpoint::{self, Checkpoint};
-use candle_ipc_cache::protocol::{self, EntryId, Progress};
+use candle_ipc_cache::protocol::{EntryId, Progress};
 use candle_ipc_cache::slab::{DeviceId, NoSuchDevice, SlabError};
-use candle_ipc_cache::socket::{self, Connection, Peer, SocketError, folder};
+use candle_ipc_cache::socket;
 use candle_ipc_cache::worker::{self, LoadOptions, TargetDtype, WorkerError};
 use clap::builder::FalseyValueParser;
 use indicatif::{BinaryBytes, ProgressBar, ProgressStyle};
 use serde_json::json;
 
+use crate::client::{self, ClientError};
 use crate::{Global, exit};
-
-/// The overflow user: everybody whom a user namespace has no number for.
-const NOBODY: u32 = 65534;
 
 /// Loads a model and publishes it.
 #[derive(clap::Args, Debug)]
-pub(crate) struct Args {
+pub struct Args {
     /// Folder, `.safetensors` file, index file, or `.gguf` file.
+    #[arg(env = "CANDLE_CACHE_MODEL")]
     model: PathBuf,
     /// Name of the entry [default: the file's stem or the folder's name].
     #[arg(long, env = "CANDLE_CACHE_NAME")]
@@ -49,29 +48,31 @@ pub(crate) struct Args {
 }
 
 /// Runs the command, and returns the exit code.
-pub(crate) fn run(args: Args, global: &Global) -> u8 {
+pub fn run(args: Args, global: &Global) -> u8 {
     match load(&args, global) {
         Ok(()) => exit::DONE,
-        Err(e) => {
-            if global.json {
-                println!("{}", json!({ "error": format!("{e:#}") }));
-            } else {
-                eprintln!("candle-cache load: {e:#}");
-            }
-            exit_code(&e)
-        }
+        Err(e) => report(&e, global),
     }
 }
 
-fn exit_code(e: &anyhow::Error) -> u8 {
-    if e.is::<NoSuchDevice>() {
-        return exit::USAGE;
+fn report(e: &anyhow::Error, global: &Global) -> u8 {
+    if let Some(client) = e.downcast_ref::<ClientError>() {
+        return client.report(global);
     }
-    match e.downcast_ref() {
-        Some(WorkerError::Refused { .. }) => exit::REFUSED,
-        Some(WorkerError::Socket(SocketError::NobodyListens(_))) => exit::NO_DAEMON,
-        _ => exit::FAILED,
+    let (exit, refusal) = match e.downcast_ref() {
+        Some(WorkerError::Refused { code, .. }) => (exit::REFUSED, Some(format!("{code:?}"))),
+        _ if e.is::<NoSuchDevice>() => (exit::USAGE, None),
+        _ => (exit::FAILED, None),
+    };
+    eprintln!("candle-cache: {e:#}");
+    if global.json {
+        let error = format!("{e:#}");
+        println!(
+            "{}",
+            json!({ "error": error, "refusal": refusal, "exit": exit })
+        );
     }
+    exit
 }
 
 fn load(args: &Args, global: &Global) -> anyhow::Result<()> {
@@ -89,7 +90,7 @@ fn load(args: &Args, global: &Global) -> anyhow::Result<()> {
     let entry = EntryId::new(options.entry_name(&checkpoint), device);
 
     if !args.force {
-        let conn = connect(global)?;
+        let conn = client::connect(global)?;
         if let Some(held) = worker::already_held(conn, &entry, &checkpoint, &options)? {
             let result = Outcome {
                 what: "already loaded",
@@ -107,7 +108,7 @@ fn load(args: &Args, global: &Global) -> anyhow::Result<()> {
 
     let shown = Shown::new(global.json);
     let start = Instant::now();
-    let conn = connect(global)?;
+    let conn = client::connect(global)?;
     let published = worker::publish(&conn, &entry, &checkpoint, &options, &|p| {
         shown.progress(&p)
     });
@@ -141,32 +142,6 @@ fn device(text: &str) -> anyhow::Result<DeviceId> {
     Ok(text.parse::<DeviceId>()?)
 }
 
-/// Connects to the first socket behind which somebody listens, if that is this user.
-fn connect(global: &Global) -> Result<Connection, WorkerError> {
-    let sockets = folder::for_engine(global.socket_dir.as_deref()).map_err(SocketError::from)?;
-    let mut nobody = None;
-    for path in &sockets {
-        match Connection::connect(path, protocol::STEP) {
-            Ok(conn) => {
-                let ours = rustix::process::geteuid().as_raw();
-                let theirs = Peer::of(&conn)?.uid;
-                if theirs != ours || theirs == NOBODY {
-                    let path = path.clone();
-                    return Err(SocketError::OtherUser { path, theirs, ours }.into());
-                }
-                return Ok(conn);
-            }
-            Err(e @ SocketError::NobodyListens(_)) => {
-                nobody.get_or_insert(e);
-            }
-            Err(e) => return Err(e.into()),
-        }
-    }
-    Err(nobody
-        .unwrap_or_else(|| SocketError::NobodyListens(PathBuf::from("daemon.sock")))
-        .into())
-}
-
 /// What came of it.
 struct Outcome {
     what: &'static str,
@@ -198,8 +173,10 @@ impl Outcome {
         }
         let size = BinaryBytes(self.memory_bytes);
         print!("{entry}: {}, {size} in {} tensors", self.what, self.tensors);
-        if self.aliases > 0 {
-            print!(" and {} aliases", self.aliases);
+        match self.aliases {
+            0 => {}
+            1 => print!(" and 1 alias"),
+            n => print!(" and {n} aliases"),
         }
         if self.seconds > 0.0 {
             let rate = self.memory_bytes as f64 / self.seconds;
