@@ -1,0 +1,296 @@
+//! A model made by hand, and a daemon that answers as it is told: on real sockets, with real descriptors.
+//! It can also lie, which the real daemon will not.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use candle_ipc_cache::key::{Key, Receipt};
+use candle_ipc_cache::loader::IpcConfig;
+use candle_ipc_cache::manifest::{
+    ALIGNMENT, Alias, Digest, ElementType, FORMAT_VERSION, Manifest, TensorEntry,
+};
+use candle_ipc_cache::protocol::{EpochId, Reply, Request};
+use candle_ipc_cache::slab::{self, DeviceId, Lane, SlabWriter, host};
+use candle_ipc_cache::socket::Connection;
+use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
+
+/// How long the stand-in waits for an engine.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Tensors, names and files from which an entry is made.
+#[derive(Default)]
+pub struct Model {
+    pub name: String,
+    pub tensors: Vec<(String, ElementType, Vec<u64>, Vec<u8>)>,
+    pub aliases: Vec<(String, String)>,
+    pub attributes: Vec<(String, String)>,
+    pub files: Vec<(String, Vec<u8>)>,
+    pub sources: Vec<Receipt>,
+    /// Tensors that go into one slab; zero: all of them.
+    pub per_slab: usize,
+}
+
+/// An entry, ready to be sent.
+pub struct Entry {
+    pub epoch: EpochId,
+    pub manifest: Manifest,
+    pub manifest_fd: OwnedFd,
+    pub slabs: Vec<OwnedFd>,
+}
+
+impl Model {
+    pub fn new(name: &str) -> Self {
+        Self {
+            name: name.into(),
+            ..Self::default()
+        }
+    }
+
+    pub fn tensor(
+        mut self,
+        name: &str,
+        element: ElementType,
+        shape: &[u64],
+        bytes: Vec<u8>,
+    ) -> Self {
+        self.tensors
+            .push((name.into(), element, shape.to_vec(), bytes));
+        self
+    }
+
+    /// A tensor of F32 values.
+    pub fn floats(self, name: &str, shape: &[u64], values: &[f32]) -> Self {
+        let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        self.tensor(name, ElementType::F32, shape, bytes)
+    }
+
+    pub fn alias(mut self, name: &str, of: &str) -> Self {
+        self.aliases.push((name.into(), of.into()));
+        self
+    }
+
+    /// The manifest of this model, and the length and tensors of each slab.
+    fn plan(&mut self) -> (Manifest, Vec<Vec<usize>>) {
+        self.tensors.sort_by(|a, b| a.0.cmp(&b.0));
+        self.aliases.sort();
+        let per_slab = match self.per_slab {
+            0 => self.tensors.len(),
+            n => n,
+        };
+        let (mut slabs, mut members, mut entries) = (Vec::new(), Vec::new(), Vec::new());
+        for (i, (name, element, shape, bytes)) in self.tensors.iter().enumerate() {
+            if i % per_slab == 0 {
+                slabs.push(0u64);
+                members.push(Vec::new());
+            }
+            let slab = slabs.len() - 1;
+            let offset = slabs[slab].next_multiple_of(ALIGNMENT);
+            slabs[slab] = offset + bytes.len() as u64;
+            members[slab].push(i);
+            let digest = Digest::of(bytes);
+            entries.push(TensorEntry {
+                name: name.clone(),
+                element: *element,
+                shape: shape.clone(),
+                slab: slab as u32,
+                offset,
+                bytes: bytes.len() as u64,
+                source: digest,
+                stored: digest,
+            });
+        }
+        let aliases = self
+            .aliases
+            .iter()
+            .map(|(name, of)| {
+                let tensor = self.tensors.iter().position(|t| t.0 == *of);
+                Alias {
+                    name: name.clone(),
+                    tensor: tensor.expect("an alias of a tensor of the model") as u32,
+                }
+            })
+            .collect();
+        let key = Key {
+            model: self.name.clone(),
+            dtype: "stored".into(),
+            recipe: "none".into(),
+            format: FORMAT_VERSION,
+            sources: self.sources.clone(),
+        };
+        let manifest = Manifest {
+            key,
+            root: Digest::default(),
+            slabs,
+            tensors: entries,
+            aliases,
+            attributes: self.attributes.clone(),
+            files: Vec::new(),
+        };
+        (manifest, members)
+    }
+
+    /// Fills slabs and seals them.
+    pub fn build(mut self) -> Entry {
+        let (mut manifest, members) = self.plan();
+        let writer = slab::writer(DeviceId::Host, &manifest.slabs).expect("memory for slabs");
+        {
+            let mut lane: Box<dyn Lane> = writer.lane().expect("a lane");
+            for (slab, members) in members.iter().enumerate() {
+                for i in members {
+                    let mut offset = manifest.tensors[*i].offset;
+                    for chunk in self.tensors[*i].3.chunks(slab::CHUNK) {
+                        lane.buffer().expect("a buffer")[..chunk.len()].copy_from_slice(chunk);
+                        lane.send(chunk.len(), slab, offset).expect("a write");
+                        offset += chunk.len() as u64;
+                    }
+                }
+            }
+        }
+        let export = SlabWriter::finish(writer).expect("sealed slabs");
+        let bytes = manifest.encode(self.files).expect("a manifest");
+        Entry {
+            epoch: EpochId([7; 16]),
+            manifest,
+            manifest_fd: host::sealed("manifest", &bytes).expect("a sealed manifest"),
+            slabs: export.slabs,
+        }
+    }
+}
+
+impl Entry {
+    /// The honest answer to an attach.
+    pub fn reply(&self) -> Reply {
+        Reply::Attached {
+            epoch: self.epoch,
+            anchor: false,
+            slabs: self.slabs.len() as u32,
+            memory_bytes: self.manifest.memory_bytes(),
+        }
+    }
+
+    /// Sends `reply` with this entry's descriptors.
+    pub fn send(&self, connection: &Connection, reply: &Reply) {
+        let mut fds = vec![self.manifest_fd.as_fd()];
+        fds.extend(self.slabs.iter().map(AsFd::as_fd));
+        // The engine may have gone: that is for the test to see, not for the stand-in.
+        let _ = connection.send(reply, &fds, PATIENCE);
+    }
+}
+
+/// What the stand-in does with an attach request. The connection stays open afterwards.
+pub type Answer = Box<dyn Fn(&Connection, &Request) + Send + Sync>;
+
+/// A daemon's side of the socket, on threads of this process.
+pub struct StandIn {
+    folder: tempfile::TempDir,
+    listener: Arc<OwnedFd>,
+    heard: Mutex<Receiver<Request>>,
+    open: Arc<Mutex<Vec<Arc<Connection>>>>,
+    accepting: Option<JoinHandle<()>>,
+}
+
+impl StandIn {
+    /// Answers every attach with `entry`.
+    pub fn serving(entry: Entry) -> Self {
+        Self::answering(Box::new(move |c, _| entry.send(c, &entry.reply())))
+    }
+
+    /// Answers every attach by `answer`.
+    pub fn answering(answer: Answer) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let listener = rustix::net::socket_with(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .expect("a socket");
+        let address = SocketAddrUnix::new(folder.path().join("daemon.sock")).expect("a short path");
+        rustix::net::bind(&listener, &address).expect("a free path");
+        rustix::net::listen(&listener, 128).expect("a listener");
+        let listener = Arc::new(listener);
+        let (hear, heard) = channel();
+        let open = Arc::new(Mutex::new(Vec::new()));
+        let accepting = {
+            let (listener, open) = (listener.clone(), open.clone());
+            let path = folder.path().join("daemon.sock");
+            std::thread::spawn(move || accept(&listener, &path, &Arc::new(answer), &hear, &open))
+        };
+        Self {
+            folder,
+            listener,
+            heard: Mutex::new(heard),
+            open,
+            accepting: Some(accepting),
+        }
+    }
+
+    /// The folder of the socket.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// A configuration that finds this daemon.
+    pub fn config(&self, name: &str) -> IpcConfig {
+        IpcConfig::new(name).socket_dir(self.folder())
+    }
+
+    /// The next message that any engine sent.
+    pub fn next(&self) -> Option<Request> {
+        let heard = self.heard.lock().expect("one test, one listener");
+        heard.recv_timeout(PATIENCE).ok()
+    }
+
+    /// Whether an engine has sent something that [`StandIn::next`] has not returned yet.
+    pub fn quiet_for(&self, time: Duration) -> bool {
+        let heard = self.heard.lock().expect("one test, one listener");
+        heard.recv_timeout(time).is_err()
+    }
+}
+
+fn accept(
+    listener: &OwnedFd,
+    path: &Path,
+    answer: &Arc<Answer>,
+    hear: &Sender<Request>,
+    open: &Mutex<Vec<Arc<Connection>>>,
+) {
+    while let Ok(fd) = rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
+        let connection = Arc::new(Connection::from_fd(fd, path));
+        open.lock()
+            .expect("no panic while it is held")
+            .push(connection.clone());
+        let (answer, hear) = (answer.clone(), hear.clone());
+        std::thread::spawn(move || {
+            while let Ok((request, _)) = connection.receive::<Request>(PATIENCE) {
+                if matches!(request, Request::Attach { .. }) {
+                    answer(&connection, &request);
+                }
+                if hear.send(request).is_err() {
+                    return;
+                }
+            }
+        });
+    }
+}
+
+impl Drop for StandIn {
+    fn drop(&mut self) {
+        let _ = rustix::net::shutdown(&*self.listener, Shutdown::Both);
+        if let Some(accepting) = self.accepting.take() {
+            let _ = accepting.join();
+        }
+        for connection in self
+            .open
+            .lock()
+            .expect("no panic while it is held")
+            .drain(..)
+        {
+            let _ = rustix::net::shutdown(connection.as_fd(), Shutdown::Both);
+        }
+    }
+}
