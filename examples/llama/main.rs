@@ -1,0 +1,299 @@
+//! Talks with a Llama whose weights come from the cache, or with `--no-cache` from disk.
+//! Text goes to standard output as it is made; times go to standard error.
+
+mod chat;
+mod dense;
+mod quantized;
+mod sample;
+mod tokenizer;
+mod weights;
+
+use std::io::{BufRead, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use candle_core::{DType, Device};
+use candle_ipc_cache::IpcConfig;
+use candle_transformers::generation::LogitsProcessor;
+use clap::Parser;
+
+use chat::{Chat, Manners};
+use sample::{Generator, Timing};
+use weights::{Build, Weights};
+
+/// Chat with a Llama that other processes share.
+#[derive(Parser)]
+struct Args {
+    /// Entry in the cache, or path of a checkpoint
+    #[arg(long)]
+    model: String,
+    /// Checkpoint that the entry must hold; without one the entry's name is trusted
+    #[arg(long)]
+    checkpoint: Option<PathBuf>,
+    /// Read the checkpoint from disk
+    #[arg(long)]
+    no_cache: bool,
+    /// Say this and leave; without it, lines are read from standard input
+    #[arg(long)]
+    prompt: Option<String>,
+    /// What the model is told before the conversation, in place of its template's own words
+    #[arg(long, conflicts_with = "raw")]
+    system: Option<String>,
+    /// Continue the text as it is, without a chat template
+    #[arg(long)]
+    raw: bool,
+    /// Longest answer, in tokens
+    #[arg(long, default_value_t = 512)]
+    max_tokens: usize,
+    /// 0 takes the likeliest token, more draws more freely
+    #[arg(long, default_value_t = 0.0, value_parser = temperature)]
+    temperature: f64,
+    /// Draw from the likeliest tokens that together have this probability
+    #[arg(long, value_parser = probability)]
+    top_p: Option<f64>,
+    /// Seed for drawing
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Where the model runs: cpu or cuda:N
+    #[arg(long, default_value = "cpu", value_parser = Place::parse)]
+    device: Place,
+    /// Type of a dense model's weights: f32, bf16 or f16; f32 on the CPU, bf16 elsewhere
+    #[arg(long, value_parser = dtype)]
+    dtype: Option<DType>,
+    /// Longest conversation, in tokens
+    #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u32).range(2..))]
+    context: u32,
+    /// Folder of the daemon's socket
+    #[arg(long, env = "CANDLE_CACHE_SOCKET_DIR")]
+    socket_dir: Option<PathBuf>,
+    /// Print numbers of tokens, one on a line, in place of text
+    #[arg(long)]
+    print_tokens: bool,
+    /// Wait for a line on standard input after attaching, and again before leaving, so that memory can be looked at
+    #[arg(long, requires = "prompt")]
+    step: bool,
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let device = args.device.open()?;
+    let started = Instant::now();
+    let weights = args.weights(&device)?;
+    match weights.shared_bytes() {
+        Some(bytes) => say(
+            "attach",
+            started.elapsed(),
+            &format!("{:.1} MB shared", bytes as f64 / 1e6),
+        ),
+        None => say("open", started.elapsed(), "from disk"),
+    }
+    if args.step {
+        wait()?;
+    }
+    let started = Instant::now();
+    let (model, context) = weights.build(&Build {
+        context: args.context as usize,
+        dtype: args.dtype.unwrap_or(match device {
+            Device::Cpu => DType::F32,
+            _ => DType::BF16,
+        }),
+        device: &device,
+    })?;
+    say("build", started.elapsed(), "");
+    let started = Instant::now();
+    let manners = weights.manners()?;
+    say("tokenizer", started.elapsed(), "");
+
+    let sampler = LogitsProcessor::new(args.seed, Some(args.temperature), args.top_p);
+    let mut engine = Engine {
+        generator: Generator::new(model, sampler, context, &device),
+        chat: Chat::new(args.system.as_deref()),
+        manners,
+        args: &args,
+    };
+    match &args.prompt {
+        Some(prompt) => engine.turn(prompt)?,
+        None => engine.talk()?,
+    }
+    if args.step {
+        wait()?;
+    }
+    Ok(())
+}
+
+impl Args {
+    fn weights(&self, device: &Device) -> Result<Weights> {
+        let path = Some(Path::new(&self.model)).filter(|path| path.exists());
+        let checkpoint = self.checkpoint.as_deref().or(path);
+        if self.no_cache {
+            return match checkpoint {
+                Some(path) => Weights::open(path, device),
+                None => bail!(
+                    "{} is not a file or folder: --no-cache needs one",
+                    self.model
+                ),
+            };
+        }
+        let name = match path {
+            Some(path) => entry_name(path)?,
+            None => self.model.clone(),
+        };
+        let mut config = IpcConfig::new(&name);
+        if let Some(folder) = &self.socket_dir {
+            config = config.socket_dir(folder);
+        }
+        config = match checkpoint {
+            Some(path) => config.checkpoint(path),
+            None => config.trust_name(true),
+        };
+        Weights::attach(&config, device)
+    }
+}
+
+/// The name that `candle-cache load PATH` gives to an entry.
+fn entry_name(path: &Path) -> Result<String> {
+    let path = path.canonicalize()?;
+    let name = match path.is_dir() {
+        true => path.file_name(),
+        false => path.file_stem(),
+    };
+    let name =
+        name.context("the path has no name: say which entry with --model and --checkpoint")?;
+    Ok(name.to_string_lossy().into_owned())
+}
+
+struct Engine<'a> {
+    generator: Generator,
+    chat: Chat,
+    manners: Manners,
+    args: &'a Args,
+}
+
+impl Engine<'_> {
+    /// Reads lines and answers each, until there are no more.
+    fn talk(&mut self) -> Result<()> {
+        let input = std::io::stdin();
+        let prompts = input.is_terminal();
+        loop {
+            if prompts {
+                eprint!("> ");
+            }
+            let mut line = String::new();
+            if input.lock().read_line(&mut line)? == 0 {
+                return Ok(());
+            }
+            if !line.trim().is_empty() {
+                self.turn(line.trim_end_matches(['\r', '\n']))?;
+            }
+        }
+    }
+
+    fn turn(&mut self, text: &str) -> Result<()> {
+        let prompt = match self.args.raw {
+            true => tokenizer::encode(&self.manners.tokenizer, text, true)?,
+            false => self.chat.ask(&self.manners, text)?,
+        };
+        let mut stream = tokenizer::Stream::new(&self.manners.tokenizer);
+        let mut answer = String::new();
+        let stops = &self.manners.stops;
+        let only_numbers = self.args.print_tokens;
+        let timing = self.generator.run(&prompt, self.args.max_tokens, |token| {
+            if only_numbers {
+                show(&format!("{token}\n"))?;
+            }
+            if stops.contains(&token) {
+                return Ok(false);
+            }
+            let piece = stream.push(token)?;
+            if !only_numbers {
+                show(&piece)?;
+            }
+            answer.push_str(&piece);
+            Ok(true)
+        })?;
+        let rest = stream.finish()?;
+        if !only_numbers {
+            show(&rest)?;
+            show("\n")?;
+        }
+        answer.push_str(&rest);
+        self.chat.answer(answer);
+        report(&timing);
+        Ok(())
+    }
+}
+
+fn report(timing: &Timing) {
+    let prompt = format!("prompt of {} tokens", timing.prompt);
+    say("first token", timing.first, &prompt);
+    if let Some(rate) = timing.rate() {
+        eprintln!(
+            "speed        {rate:>9.1} tokens/s  {} tokens",
+            timing.tokens
+        );
+    }
+}
+
+fn say(what: &str, took: Duration, more: &str) {
+    let line = format!("{what:<12} {:>9.1} ms  {more}", took.as_secs_f64() * 1e3);
+    eprintln!("{}", line.trim_end());
+}
+
+fn show(text: &str) -> Result<()> {
+    let mut output = std::io::stdout().lock();
+    output.write_all(text.as_bytes())?;
+    Ok(output.flush()?)
+}
+
+fn wait() -> Result<()> {
+    eprintln!("waiting for a line");
+    std::io::stdin().read_line(&mut String::new())?;
+    Ok(())
+}
+
+#[derive(Clone, Copy)]
+enum Place {
+    Cpu,
+    Cuda(usize),
+}
+
+impl Place {
+    fn parse(text: &str) -> Result<Self, String> {
+        if text == "cpu" {
+            return Ok(Self::Cpu);
+        }
+        text.strip_prefix("cuda:")
+            .and_then(|number| number.parse().ok())
+            .map(Self::Cuda)
+            .ok_or_else(|| "write cpu, or cuda:0 and so on".to_owned())
+    }
+
+    fn open(self) -> Result<Device> {
+        Ok(match self {
+            Self::Cpu => Device::Cpu,
+            Self::Cuda(number) => Device::new_cuda(number)?,
+        })
+    }
+}
+
+fn dtype(text: &str) -> Result<DType, String> {
+    match text {
+        "f32" => Ok(DType::F32),
+        "bf16" => Ok(DType::BF16),
+        "f16" => Ok(DType::F16),
+        _ => Err("write f32, bf16 or f16".to_owned()),
+    }
+}
+
+fn temperature(text: &str) -> Result<f64, String> {
+    let number = text.parse::<f64>().ok();
+    let number = number.filter(|number| (0.0..=100.0).contains(number));
+    number.ok_or_else(|| "write a number from 0 to 100".to_owned())
+}
+
+fn probability(text: &str) -> Result<f64, String> {
+    let number = text.parse::<f64>().ok();
+    let number = number.filter(|number| *number > 0.0 && *number <= 1.0);
+    number.ok_or_else(|| "write a number above 0 and up to 1".to_owned())
+}

@@ -1,0 +1,326 @@
+//! A quantized Llama over any source of `QTensor`s with GGUF names: the weight cache, or a GGUF file.
+//! Its arithmetic is, operation by operation, that of `candle_transformers::models::quantized_llama`.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::quantized::gguf_file::{Content, Value};
+use candle_core::quantized::{QMatMul, QTensor};
+use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor, bail};
+use candle_transformers::utils::{build_causal_mask, repeat_kv};
+
+/// Where quantized tensors come from, by name.
+pub(crate) trait Quantized {
+    /// The tensor of this name.
+    fn get(&self, name: &str) -> Result<Arc<QTensor>>;
+
+    /// Whether there is a tensor of this name.
+    fn contains(&self, name: &str) -> bool;
+}
+
+/// A GGUF file that tensors are read from, each time one is asked for.
+pub(crate) struct GgufFile {
+    file: File,
+    content: Content,
+    device: Device,
+}
+
+impl GgufFile {
+    /// Reads the header of a GGUF file that is in one part.
+    pub(crate) fn open(path: &Path, device: &Device) -> Result<Self> {
+        let file = File::open(path)?;
+        let content = Content::read(&mut &file)?;
+        let parts = number(&content, "split.count").unwrap_or(1);
+        if parts > 1 {
+            bail!(
+                "{} is one of {parts} parts: only the cache reads a model in parts",
+                path.display()
+            )
+        }
+        Ok(Self {
+            file,
+            content,
+            device: device.clone(),
+        })
+    }
+
+    /// The header: metadata and places of tensors.
+    pub(crate) fn content(&self) -> &Content {
+        &self.content
+    }
+}
+
+impl Quantized for GgufFile {
+    fn get(&self, name: &str) -> Result<Arc<QTensor>> {
+        let tensor = self.content.tensor(&mut &self.file, name, &self.device)?;
+        Ok(Arc::new(tensor))
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.content.tensor_infos.contains_key(name)
+    }
+}
+
+/// The numbers a Llama is built from.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Config {
+    /// Query heads.
+    pub(crate) heads: usize,
+    /// Key and value heads; each serves `heads / key_heads` query heads.
+    pub(crate) key_heads: usize,
+    /// Layers.
+    pub(crate) layers: usize,
+    /// Width of the residual stream.
+    pub(crate) width: usize,
+    /// Components of a head that are rotated.
+    pub(crate) rotated: usize,
+    /// Base of the rotation's wavelengths.
+    pub(crate) rope_base: f32,
+    /// Added to a mean square before its root is taken.
+    pub(crate) norm_epsilon: f64,
+    /// Positions that the model was trained for.
+    pub(crate) context: usize,
+}
+
+impl Config {
+    /// Reads the `llama.*` keys of a GGUF header.
+    pub(crate) fn from_gguf(content: &Content) -> Result<Self> {
+        let architecture = match content.metadata.get("general.architecture") {
+            Some(Value::String(name)) => name.as_str(),
+            _ => "",
+        };
+        if architecture != "llama" {
+            bail!("the file's architecture is {architecture:?}, this example runs \"llama\"")
+        }
+        if number(content, "llama.expert_count").unwrap_or(0) > 1 {
+            bail!("the file is a mixture of experts, this example runs dense Llamas")
+        }
+        let heads = number(content, "llama.attention.head_count")?;
+        let width = number(content, "llama.embedding_length")?;
+        if heads == 0 || width % heads != 0 {
+            bail!("a width of {width} cannot be shared by {heads} heads")
+        }
+        let key_heads = number(content, "llama.attention.head_count_kv")?;
+        if key_heads == 0 || heads % key_heads != 0 {
+            bail!("{heads} heads cannot share {key_heads} key heads")
+        }
+        Ok(Self {
+            heads,
+            key_heads,
+            layers: number(content, "llama.block_count")?,
+            width,
+            rotated: number(content, "llama.rope.dimension_count")?,
+            rope_base: match content.metadata.get("llama.rope.freq_base") {
+                Some(value) => value.to_f32()?,
+                None => 10_000.,
+            },
+            norm_epsilon: match content
+                .metadata
+                .get("llama.attention.layer_norm_rms_epsilon")
+            {
+                Some(value) => f64::from(value.to_f32()?),
+                None => bail!("the header lacks llama.attention.layer_norm_rms_epsilon"),
+            },
+            context: number(content, "llama.context_length")?,
+        })
+    }
+}
+
+fn number(content: &Content, key: &str) -> Result<usize> {
+    match content.metadata.get(key) {
+        Some(value) => Ok(value.to_u64()? as usize),
+        None => bail!("the header lacks {key}"),
+    }
+}
+
+/// A Llama with its key and value cache.
+pub(crate) struct Llama {
+    embedding: QMatMul,
+    layers: Vec<Layer>,
+    norm: Norm,
+    output: QMatMul,
+}
+
+impl Llama {
+    /// Builds the model for at most `context` positions. Tensors are used where they lie.
+    pub(crate) fn load(
+        weights: &dyn Quantized,
+        config: &Config,
+        context: usize,
+        device: &Device,
+    ) -> Result<Self> {
+        let linear = |name: String| QMatMul::from_arc(weights.get(&name)?);
+        let norm = |name: String| {
+            Ok::<_, candle_core::Error>(Norm {
+                weight: weights.get(&name)?.dequantize(device)?,
+                epsilon: config.norm_epsilon as f32,
+            })
+        };
+        let rotation = Rotation::new(config, context, device)?;
+        let minus_infinity = Tensor::new(f32::NEG_INFINITY, device)?;
+        let embedding = linear("token_embd.weight".into())?;
+        // A file without an output matrix reuses the embedding's.
+        let output = if weights.contains("output.weight") {
+            linear("output.weight".into())?
+        } else {
+            embedding.clone()
+        };
+        let mut layers = Vec::with_capacity(config.layers.min(1024));
+        for index in 0..config.layers {
+            let name = |part: &str| format!("blk.{index}.{part}.weight");
+            layers.push(Layer {
+                attention_norm: norm(name("attn_norm"))?,
+                query: linear(name("attn_q"))?,
+                key: linear(name("attn_k"))?,
+                value: linear(name("attn_v"))?,
+                attention_output: linear(name("attn_output"))?,
+                feed_norm: norm(name("ffn_norm"))?,
+                gate: linear(name("ffn_gate"))?,
+                up: linear(name("ffn_up"))?,
+                down: linear(name("ffn_down"))?,
+                heads: config.heads,
+                key_heads: config.key_heads,
+                rotation: rotation.clone(),
+                minus_infinity: minus_infinity.clone(),
+                past: None,
+            });
+        }
+        Ok(Self {
+            embedding,
+            layers,
+            norm: norm("output_norm.weight".into())?,
+            output,
+        })
+    }
+
+    /// Logits, shape `(batch, vocabulary)`, after the last of `tokens`, shape `(batch, length)`, which stand at
+    /// `position` and on. Position 0 begins a new text.
+    pub(crate) fn forward(&mut self, tokens: &Tensor, position: usize) -> Result<Tensor> {
+        let (_batch, length) = tokens.dims2()?;
+        let mask = match length {
+            1 => None,
+            _ => Some(build_causal_mask(length, position, tokens.device())?),
+        };
+        // Stock code dequantizes the whole embedding first, to the same values; rows alone leave it shared.
+        let mut x = self.embedding.embedding(tokens)?;
+        for layer in &mut self.layers {
+            x = layer.forward(&x, mask.as_ref(), position)?;
+        }
+        let x = self.norm.forward(&x)?;
+        let x = x.i((.., length - 1, ..))?;
+        self.output.forward(&x)
+    }
+}
+
+struct Layer {
+    attention_norm: Norm,
+    query: QMatMul,
+    key: QMatMul,
+    value: QMatMul,
+    attention_output: QMatMul,
+    feed_norm: Norm,
+    gate: QMatMul,
+    up: QMatMul,
+    down: QMatMul,
+    heads: usize,
+    key_heads: usize,
+    rotation: Rotation,
+    minus_infinity: Tensor,
+    past: Option<(Tensor, Tensor)>,
+}
+
+impl Layer {
+    fn forward(&mut self, x: &Tensor, mask: Option<&Tensor>, position: usize) -> Result<Tensor> {
+        let attention = self.attend(&self.attention_norm.forward(x)?, mask, position)?;
+        let x = (attention + x)?;
+        let fed = self.feed_norm.forward(&x)?;
+        let gate = self.gate.forward(&fed)?;
+        let up = self.up.forward(&fed)?;
+        let fed = self.down.forward(&(candle_nn::ops::silu(&gate)? * up)?)?;
+        fed + x
+    }
+
+    fn attend(&mut self, x: &Tensor, mask: Option<&Tensor>, position: usize) -> Result<Tensor> {
+        let (batch, length, width) = x.dims3()?;
+        let head = width / self.heads;
+        let split = |x: Tensor, heads: usize| {
+            x.reshape((batch, length, heads, head))?
+                .transpose(1, 2)?
+                .contiguous()
+        };
+        let q = split(self.query.forward(x)?, self.heads)?;
+        let k = split(self.key.forward(x)?, self.key_heads)?;
+        let v = split(self.value.forward(x)?, self.key_heads)?;
+        let q = self.rotation.apply(&q, position)?;
+        let k = self.rotation.apply(&k, position)?;
+
+        let (k, v) = match &self.past {
+            Some((past_k, past_v)) if position > 0 => (
+                Tensor::cat(&[past_k, &k], 2)?,
+                Tensor::cat(&[past_v, &v], 2)?,
+            ),
+            _ => (k, v),
+        };
+        self.past = Some((k.clone(), v.clone()));
+
+        let k = repeat_kv(k, self.heads / self.key_heads)?;
+        let v = repeat_kv(v, self.heads / self.key_heads)?;
+        let scores = (q.matmul(&k.t()?)? / (head as f64).sqrt())?;
+        let scores = match mask {
+            None => scores,
+            Some(mask) => {
+                let mask = mask.broadcast_as(scores.shape())?;
+                let hidden = self.minus_infinity.broadcast_as(scores.shape())?;
+                mask.where_cond(&hidden, &scores)?
+            }
+        };
+        let scores = candle_nn::ops::softmax_last_dim(&scores)?;
+        let y = scores.matmul(&v.contiguous()?)?;
+        let y = y.transpose(1, 2)?.reshape((batch, length, width))?;
+        self.attention_output.forward(&y)
+    }
+}
+
+struct Norm {
+    weight: Tensor,
+    epsilon: f32,
+}
+
+impl Norm {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        candle_nn::ops::rms_norm(x, &self.weight, self.epsilon)
+    }
+}
+
+/// Rotary position embedding over interleaved pairs, as GGUF stores a Llama's query and key rows.
+#[derive(Clone)]
+struct Rotation {
+    cosines: Tensor,
+    sines: Tensor,
+}
+
+impl Rotation {
+    fn new(config: &Config, context: usize, device: &Device) -> Result<Self> {
+        let frequencies: Vec<f32> = (0..config.rotated)
+            .step_by(2)
+            .map(|i| 1f32 / config.rope_base.powf(i as f32 / config.rotated as f32))
+            .collect();
+        let frequencies = Tensor::new(frequencies, device)?.unsqueeze(0)?;
+        let positions = Tensor::arange(0, context as u32, device)?
+            .to_dtype(DType::F32)?
+            .unsqueeze(D::Minus1)?;
+        let angles = positions.matmul(&frequencies)?;
+        Ok(Self {
+            cosines: angles.cos()?,
+            sines: angles.sin()?,
+        })
+    }
+
+    fn apply(&self, x: &Tensor, position: usize) -> Result<Tensor> {
+        let length = x.dim(2)?;
+        let cosines = self.cosines.narrow(0, position, length)?;
+        let sines = self.sines.narrow(0, position, length)?;
+        candle_nn::rotary_emb::rope_i(x, &cosines, &sines)
+    }
+}
