@@ -7,6 +7,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+pub mod cuda;
 pub mod host;
 
 /// Bytes that a [`Lane`]'s buffer holds.
@@ -157,6 +158,15 @@ pub enum SlabError {
     /// The device reported a failure, or cannot be used.
     #[error("{0}")]
     Device(String),
+    /// A GPU or its driver.
+    #[error(transparent)]
+    Cuda(Box<cuda::CudaError>),
+}
+
+impl From<cuda::CudaError> for SlabError {
+    fn from(e: cuda::CudaError) -> Self {
+        Self::Cuda(Box::new(e))
+    }
 }
 
 impl SlabError {
@@ -175,8 +185,6 @@ impl SlabError {
 pub fn writer(device: DeviceId, slabs: &[u64]) -> Result<Box<dyn SlabWriter>, SlabError> {
     match device {
         DeviceId::Host => Ok(Box::new(host::HostWriter::new(slabs)?)),
-        DeviceId::Cuda(_) => Err(SlabError::Device(format!(
-            "{device}: this build has no CUDA slabs"
-        ))),
+        DeviceId::Cuda(_) => Ok(Box::new(cuda::CudaWriter::new(device, slabs)?)),
     }
 }
