@@ -4,11 +4,19 @@
 use std::sync::Arc;
 
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, DeviceLocation, Tensor};
 
 use crate::manifest::{Digest, ElementType, TensorEntry};
+use crate::slab::{DeviceId, SlabError};
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
+#[cfg(not(feature = "cuda"))]
+#[path = "tensors/dummy_cuda.rs"]
+pub mod cuda;
 pub mod host;
+#[cfg(feature = "cuda")]
+mod qtensor_cuda;
 mod qtensor_host;
 
 /// An epoch's weights, mapped read-only into this process.
@@ -104,6 +112,25 @@ pub enum TensorError {
         /// Its shape.
         shape: Vec<u64>,
     },
+    /// It cannot be a `QTensor` in the memory that it lies in.
+    #[error(
+        "tensor `{name}` cannot be a `QTensor` where it lies: {why}; use the releases of candle and of this crate \
+         that go together, or load the model from its file"
+    )]
+    NotInPlace {
+        /// The tensor.
+        name: String,
+        /// What stands against it.
+        why: String,
+    },
+    /// Its memory cannot be reached.
+    #[error("tensor `{name}`: {source}")]
+    Memory {
+        /// The tensor.
+        name: String,
+        /// What went wrong.
+        source: SlabError,
+    },
     /// candle refused.
     #[error("tensor `{name}`: {source}")]
     Candle {
@@ -130,6 +157,20 @@ pub enum TensorError {
 impl From<TensorError> for candle_core::Error {
     fn from(e: TensorError) -> Self {
         Self::wrap(e)
+    }
+}
+
+/// The memory that `device` computes on, by the identity that every process gives it.
+///
+/// # Errors
+/// When its driver does not answer, or `device` is of a kind that has no slabs.
+pub fn device_id(device: &Device) -> Result<DeviceId, SlabError> {
+    match device.location() {
+        DeviceLocation::Cpu => Ok(DeviceId::Host),
+        DeviceLocation::Cuda { gpu_id } => Ok(crate::slab::cuda::gpu(gpu_id)?.id),
+        other => Err(SlabError::Device(format!(
+            "{other:?} has no memory that can be shared: give `Device::Cpu` or a CUDA device"
+        ))),
     }
 }
 

@@ -8,6 +8,7 @@ use std::os::fd::OwnedFd;
 use cudarc::driver::{result, sys};
 
 use super::driver::{check, failed, start};
+use super::vmm::context;
 use super::{CudaError, Visible};
 use crate::slab::DeviceId;
 
@@ -147,6 +148,17 @@ impl Gpu {
             }
         }
         Ok(())
+    }
+
+    /// Bytes of memory free now, and in all. Opens the GPU, which itself takes some.
+    ///
+    /// # Errors
+    /// When the GPU cannot be opened.
+    pub fn memory(&self) -> Result<(u64, u64), CudaError> {
+        let (free, total) = context(self)?
+            .mem_get_info()
+            .map_err(|e| failed(e, format!("asking {self} for its free memory")))?;
+        Ok((free as u64, total as u64))
     }
 
     /// Opens this GPU's device file. Held open it keeps the GPU's memory alive where persistence

@@ -136,14 +136,22 @@ impl CudaMapping {
     /// # Errors
     /// When the GPU reports a failure. Memory then stays mapped until the process ends.
     pub fn unmap(mut self) -> Result<(), SlabError> {
-        synchronize(self.context()?)?;
+        self.synchronize()?;
         if let Some(range) = self.range.take() {
             range.close()?;
         }
         Ok(())
     }
 
-    pub(crate) fn context(&self) -> Result<&Arc<CudaContext>, CudaError> {
+    /// Waits for everything that any thread of this process has queued on the GPU.
+    ///
+    /// # Errors
+    /// When the GPU reports a failure, or a stream is being captured.
+    pub fn synchronize(&self) -> Result<(), SlabError> {
+        Ok(synchronize(self.context()?)?)
+    }
+
+    fn context(&self) -> Result<&Arc<CudaContext>, CudaError> {
         match &self.range {
             Some(range) => Ok(range.context()),
             None => Err(CudaError::Driver {

@@ -47,7 +47,7 @@ impl CudaWriter {
         let anchor = gpu.anchor()?;
         let wanted = total(lengths)?;
         let context = context(&gpu)?;
-        check_room(&gpu, &context, wanted)?;
+        check_room(&gpu, wanted)?;
         let mut range = Range::reserve(context.clone(), wanted)?;
         let mut slabs = Vec::with_capacity(lengths.len());
         for bytes in lengths {
@@ -105,16 +105,14 @@ fn total(lengths: &[u64]) -> Result<u64, CudaError> {
     Ok(total)
 }
 
-fn check_room(gpu: &Gpu, context: &CudaContext, wanted: u64) -> Result<(), CudaError> {
-    let (free, total) = context
-        .mem_get_info()
-        .map_err(|e| failed(e, format!("asking {gpu} for its free memory")))?;
-    if wanted > free as u64 {
+fn check_room(gpu: &Gpu, wanted: u64) -> Result<(), CudaError> {
+    let (free, total) = gpu.memory()?;
+    if wanted > free {
         return Err(CudaError::NoRoom {
             gpu: gpu.clone(),
             wanted,
-            free: free as u64,
-            total: total as u64,
+            free,
+            total,
         });
     }
     Ok(())

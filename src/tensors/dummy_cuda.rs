@@ -1,0 +1,70 @@
+//! The GPU side in a build without CUDA: the same names, so that callers need no `cfg`.
+//! Nothing here can be made; trying says how to build it.
+
+use std::any::Any;
+use std::convert::Infallible;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use candle_core::quantized::QTensor;
+use candle_core::{Device, Tensor};
+
+use super::{Alive, MappedWeights, Plain, TensorError};
+use crate::manifest::Manifest;
+use crate::slab::SlabError;
+
+/// Weights in GPU slabs: in this build there are none.
+#[derive(Debug)]
+pub struct CudaWeights(Infallible);
+
+/// Nothing is mapped from a GPU in this build.
+pub fn sweep() -> Alive {
+    Alive::default()
+}
+
+impl CudaWeights {
+    /// Says that this build has no CUDA.
+    ///
+    /// # Errors
+    /// Always.
+    pub fn map(
+        _: Arc<Manifest>,
+        _: &[OwnedFd],
+        _: &Device,
+        _: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Self, SlabError> {
+        Err(SlabError::Device(
+            "this build has no CUDA tensors: build the engine with `--features cuda`".into(),
+        ))
+    }
+
+    /// Cannot be called: there is no value of this type.
+    ///
+    /// # Errors
+    /// Never.
+    pub fn copied(&self, _: usize, _: &Device) -> Result<Tensor, TensorError> {
+        match self.0 {}
+    }
+}
+
+impl MappedWeights for CudaWeights {
+    fn plain(&self, _: usize, _: &Device) -> Result<Plain, TensorError> {
+        match self.0 {}
+    }
+
+    fn quantized(&self, _: usize) -> Result<Arc<QTensor>, TensorError> {
+        match self.0 {}
+    }
+
+    fn bytes(&self, _: usize) -> Option<&[u8]> {
+        match self.0 {}
+    }
+
+    fn verify(&self) -> Result<(), TensorError> {
+        match self.0 {}
+    }
+
+    fn sweep(&self) -> Alive {
+        match self.0 {}
+    }
+}
