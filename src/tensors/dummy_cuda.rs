@@ -15,7 +15,11 @@ use crate::slab::SlabError;
 
 /// Weights in GPU slabs: in this build there are none.
 #[derive(Debug)]
-pub struct CudaWeights(Infallible);
+pub struct CudaWeights {
+    never: Infallible,
+    /// As there, dropping one does something.
+    _held: Arc<dyn Any + Send + Sync>,
+}
 
 /// Nothing is mapped from a GPU in this build.
 pub fn sweep() -> Alive {
@@ -43,28 +47,28 @@ impl CudaWeights {
     /// # Errors
     /// Never.
     pub fn copied(&self, _: usize, _: &Device) -> Result<Tensor, TensorError> {
-        match self.0 {}
+        match self.never {}
     }
 }
 
 impl MappedWeights for CudaWeights {
     fn plain(&self, _: usize, _: &Device) -> Result<Plain, TensorError> {
-        match self.0 {}
+        match self.never {}
     }
 
     fn quantized(&self, _: usize) -> Result<Arc<QTensor>, TensorError> {
-        match self.0 {}
+        match self.never {}
     }
 
     fn bytes(&self, _: usize) -> Option<&[u8]> {
-        match self.0 {}
+        match self.never {}
     }
 
     fn verify(&self) -> Result<(), TensorError> {
-        match self.0 {}
+        match self.never {}
     }
 
     fn sweep(&self) -> Alive {
-        match self.0 {}
+        match self.never {}
     }
 }

@@ -24,6 +24,11 @@ pub(super) fn start() -> Result<(), CudaError> {
     let mut found = 0;
     // SAFETY: the library is there (`look`), and `found` outlives the call.
     let code = unsafe { sys::cuDriverGetVersion(&mut found) };
+    if code == sys::CUresult::CUDA_ERROR_STUB_LIBRARY {
+        let why =
+            "the libcuda.so found is a toolkit's stand-in to link against, not a driver's".into();
+        return Err(CudaError::NoDriver { why });
+    }
     check(code, || "asking for the driver's version".into())?;
     if found < WANTED {
         return Err(CudaError::OldDriver {
