@@ -18,9 +18,11 @@ use crate::socket::{self, Peer, SocketError, send_now};
 
 mod listener;
 mod offer;
+mod process;
 mod registry;
 mod session;
 mod wire;
+mod words;
 mod workers;
 
 pub use listener::Listener;

@@ -105,9 +105,9 @@ pub enum Request {
         /// [`Reply::Loading`] meanwhile.
         wait: Duration,
     },
-    /// The descriptors of [`Reply::Attached`] have arrived.
+    /// The descriptors of [`Reply::Attached`] have arrived. Not answered.
     Received,
-    /// The lease ends, in good order.
+    /// The lease ends, in good order. Not answered.
     Goodbye,
     /// What does the daemon hold? Entries after this one, in order of their ids; `None`: from the first.
     Status {
@@ -129,7 +129,8 @@ pub enum Request {
     Stop,
     /// Start a worker that loads a model.
     Load(LoadRequest),
-    /// A worker begins to load an entry.
+    /// A worker begins to load an entry. Answered with [`Reply::Done`]; a refusal may follow at any time, when the
+    /// entry is unloaded meanwhile.
     Announce {
         /// The entry.
         entry: EntryId,

@@ -1,7 +1,7 @@
 //! The table of entries: what is ready, loading, failed, and what engines still hold of what is gone.
 //! Pure bookkeeping behind one lock that is never held across a wait.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,6 +9,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Instant, SystemTime};
 
 use tokio::sync::watch;
+
+mod words;
 
 use super::lock;
 use super::offer::{Offered, Summary};
@@ -91,6 +93,8 @@ struct Loading {
     /// Dropped when the load is over, whatever its end: that wakes those who wait for it.
     progress: watch::Sender<Progress>,
     last: Option<Instant>,
+    /// Dropped with the load: that tells its worker when somebody else ended it.
+    _under_way: watch::Sender<()>,
 }
 
 #[derive(Debug, Default)]
@@ -169,6 +173,7 @@ pub(super) struct Load {
     registry: Arc<Registry>,
     pub(super) entry: EntryId,
     number: u64,
+    under_way: watch::Receiver<()>,
 }
 
 /// An engine's hold on an epoch. Dropping it ends it.
@@ -214,6 +219,7 @@ impl Registry {
             ));
         }
         let number = self.number();
+        let (under_way, watched) = watch::channel(());
         slot.loading = Some(Loading {
             number,
             progress: watch::Sender::new(Progress {
@@ -222,11 +228,13 @@ impl Registry {
                 total: bytes,
             }),
             last: None,
+            _under_way: under_way,
         });
         Ok(Load {
             registry: self.clone(),
             entry: entry.clone(),
             number,
+            under_way: watched,
         })
     }
 
@@ -239,7 +247,7 @@ impl Registry {
     ) -> Result<Found, Refused> {
         let mut table = lock(&self.table);
         let Some(slot) = table.get_mut(entry) else {
-            return Err(absent(&table, entry));
+            return Err(words::absent(&table, entry));
         };
         if let Some(ready) = &mut slot.ready {
             if let Some(wanted) = epoch.filter(|e| *e != ready.epoch.id) {
@@ -278,7 +286,7 @@ impl Registry {
                 format!("loading {entry} failed: {reason}"),
             ));
         }
-        Err(absent(&table, entry))
+        Err(words::absent(&table, entry))
     }
 
     /// Removes entries of that name; all that match, or none.
@@ -310,12 +318,12 @@ impl Registry {
             }
             return Err(Refused::new(
                 Refusal::NoEntry,
-                format!("no entry {what} is held; {}", nearest(&table, name)),
+                format!("no entry {what} is held; {}", words::nearest(&table, name)),
             ));
         }
         if !force {
             for id in &matching {
-                in_use(id, &table[id])?;
+                words::in_use(id, &table[id])?;
             }
         }
         for id in matching {
@@ -394,6 +402,13 @@ impl Load {
         loading.progress.send_replace(progress);
     }
 
+    /// Waits until somebody unloads the entry, and says so.
+    pub(super) async fn abandoned(&mut self) -> Refused {
+        // Nothing is ever sent: the channel can only close.
+        while self.under_way.changed().await.is_ok() {}
+        words::abandoned(&self.entry)
+    }
+
     /// Ends it without a result.
     pub(super) fn fail(self, reason: impl Into<String>) {
         let reason = clip(&reason.into());
@@ -411,12 +426,7 @@ impl Load {
                     .as_ref()
                     .is_some_and(|l| l.number == self.number)
             })
-            .ok_or_else(|| {
-                Refused::new(
-                    Refusal::NoEntry,
-                    format!("{} was unloaded while it was loading", self.entry),
-                )
-            })?;
+            .ok_or_else(|| words::abandoned(&self.entry))?;
         slot.loading = None;
         slot.failed = None;
         if let Some(ready) = &mut slot.ready
@@ -498,105 +508,6 @@ impl Drop for Lease {
     }
 }
 
-fn in_use(id: &EntryId, slot: &Entry) -> Result<(), Refused> {
-    if let Some(ready) = &slot.ready
-        && !ready.holders.is_empty()
-    {
-        let mut pids: Vec<String> = ready
-            .holders
-            .values()
-            .take(MAX_HOLDERS)
-            .map(i32::to_string)
-            .collect();
-        if ready.holders.len() > MAX_HOLDERS {
-            pids.push("…".into());
-        }
-        return Err(Refused::new(
-            Refusal::InUse,
-            format!(
-                "{id} is held by {} engines (processes {}): stop them, or remove it with --force; they keep what \
-                 they have mapped",
-                ready.holders.len(),
-                pids.join(", ")
-            ),
-        ));
-    }
-    if slot.loading.is_some() {
-        return Err(Refused::new(
-            Refusal::AlreadyLoading,
-            format!("{id} is loading: wait for it, or abandon the load with --force"),
-        ));
-    }
-    Ok(())
-}
-
-/// Says that an entry is not there, and what comes closest.
-fn absent(table: &BTreeMap<EntryId, Entry>, wanted: &EntryId) -> Refused {
-    let held = |id: &EntryId, slot: &Entry| {
-        id.name == wanted.name && (slot.ready.is_some() || slot.loading.is_some())
-    };
-    let same_name: Vec<&EntryId> = table
-        .iter()
-        .filter(|(id, slot)| held(id, slot))
-        .map(|(id, _)| id)
-        .take(8)
-        .collect();
-    let list = |ids: &[&EntryId]| {
-        let texts: Vec<String> = ids.iter().map(ToString::to_string).collect();
-        texts.join(", ")
-    };
-    let elsewhere: Vec<&EntryId> = same_name
-        .iter()
-        .copied()
-        .filter(|id| id.role == wanted.role)
-        .collect();
-    if !elsewhere.is_empty() {
-        return Refused::new(
-            Refusal::OtherDevice,
-            format!(
-                "{wanted} is not held, the daemon has {}: attach with that device, or load it with \
-                 `candle-cache load --device`",
-                list(&elsewhere)
-            ),
-        );
-    }
-    let hint = if same_name.is_empty() {
-        nearest(table, &wanted.name)
-    } else {
-        format!("the daemon has {}: name its role", list(&same_name))
-    };
-    Refused::new(Refusal::NoEntry, format!("no entry {wanted}; {hint}"))
-}
-
-fn nearest(table: &BTreeMap<EntryId, Entry>, wanted: &str) -> String {
-    let names: BTreeSet<&str> = table
-        .iter()
-        .filter(|(_, slot)| slot.ready.is_some() || slot.loading.is_some())
-        .map(|(id, _)| id.name.as_str())
-        .collect();
-    if names.is_empty() {
-        return "the daemon holds nothing yet: `candle-cache load MODEL`".into();
-    }
-    let count = names.len();
-    let mut close: Vec<(f64, &str)> = names
-        .into_iter()
-        .map(|name| (strsim::jaro_winkler(name, wanted), name))
-        .filter(|(likeness, _)| *likeness > 0.6)
-        .collect();
-    close.sort_by(|a, b| b.0.total_cmp(&a.0));
-    if close.is_empty() {
-        return format!(
-            "none of the {count} held names is like it: `candle-cache status` lists them"
-        );
-    }
-    let close: Vec<String> = close
-        .iter()
-        .take(3)
-        .map(|(_, name)| format!("`{name}`"))
-        .collect();
-    format!("nearest: {}", close.join(", "))
-}
-
 /// An id that nobody has had: the standard library's hash keys come from the system's random
 /// source, and the number never repeats in this process.
 fn random_id(number: u64) -> EpochId {
@@ -617,196 +528,4 @@ fn random_id(number: u64) -> EpochId {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn registry() -> Arc<Registry> {
-        Arc::new(Registry::new(4))
-    }
-
-    fn offered(content: u8, layout: u8) -> Offered {
-        Offered {
-            manifest: Arc::new(crate::slab::host::sealed("test", b"manifest").unwrap()),
-            anchor: None,
-            slabs: vec![crate::slab::host::sealed("test", b"slab").unwrap()],
-            summary: Summary::for_test(content, layout),
-        }
-    }
-
-    fn host(name: &str) -> EntryId {
-        EntryId::new(name, DeviceId::Host)
-    }
-
-    fn code<T: std::fmt::Debug>(result: Result<T, Refused>) -> Refusal {
-        result.unwrap_err().code
-    }
-
-    #[test]
-    fn a_second_worker_may_not_announce_the_same_entry() {
-        let registry = registry();
-        let first = registry.announce(&host("m"), 10).unwrap();
-        assert_eq!(
-            code(registry.announce(&host("m"), 10)),
-            Refusal::AlreadyLoading
-        );
-        drop(first);
-        registry.announce(&host("m"), 10).unwrap();
-    }
-
-    #[test]
-    fn the_old_epoch_serves_while_a_new_one_loads() {
-        let registry = registry();
-        let load = registry.announce(&host("m"), 10).unwrap();
-        assert!(matches!(
-            registry.find(&host("m"), None, 1),
-            Ok(Found::Loading(_))
-        ));
-        let (first, _) = load.publish(offered(1, 1)).unwrap();
-        let load = registry.announce(&host("m"), 10).unwrap();
-        let Ok(Found::Ready(epoch, lease)) = registry.find(&host("m"), None, 7) else {
-            panic!("the old epoch should be ready");
-        };
-        assert_eq!(epoch.id, first);
-        let (second, unchanged) = load.publish(offered(2, 1)).unwrap();
-        assert!(!unchanged && second != first);
-        assert_eq!(
-            code(registry.find(&host("m"), Some(first), 1)),
-            Refusal::NoEpoch
-        );
-        assert_eq!(registry.page(None).0[0].retired_bytes, 4);
-        drop(lease);
-        assert_eq!(registry.page(None).0[0].retired_bytes, 0);
-    }
-
-    #[test]
-    fn the_same_content_keeps_its_epoch_and_takes_the_newer_receipts() {
-        let registry = registry();
-        let (first, _) = registry
-            .announce(&host("m"), 1)
-            .unwrap()
-            .publish(offered(1, 1))
-            .unwrap();
-        let again = offered(1, 1);
-        let newer = again.manifest.clone();
-        let (second, unchanged) = registry
-            .announce(&host("m"), 1)
-            .unwrap()
-            .publish(again)
-            .unwrap();
-        assert!(unchanged);
-        assert_eq!(first, second);
-        let Ok(Found::Ready(epoch, _)) = registry.find(&host("m"), None, 1) else {
-            panic!("it is ready");
-        };
-        assert!(Arc::ptr_eq(&epoch.manifest, &newer));
-    }
-
-    #[test]
-    fn a_failed_load_is_told_and_does_not_hide_what_is_ready() {
-        let registry = registry();
-        registry.announce(&host("m"), 1).unwrap().fail("no room");
-        let refused = registry.find(&host("m"), None, 1).unwrap_err();
-        assert_eq!(refused.code, Refusal::LoadFailed);
-        assert!(refused.reason.contains("no room"));
-        registry
-            .announce(&host("m"), 1)
-            .unwrap()
-            .publish(offered(1, 1))
-            .unwrap();
-        registry.announce(&host("m"), 1).unwrap().fail("no room");
-        assert!(matches!(
-            registry.find(&host("m"), None, 1),
-            Ok(Found::Ready(..))
-        ));
-    }
-
-    #[test]
-    fn unload_takes_all_that_match_or_none() {
-        let registry = registry();
-        let mut draft = host("m");
-        draft.role = "draft".into();
-        for id in [&host("m"), &draft] {
-            registry
-                .announce(id, 1)
-                .unwrap()
-                .publish(offered(1, 1))
-                .unwrap();
-        }
-        let Ok(Found::Ready(_, lease)) = registry.find(&draft, None, 7) else {
-            panic!("it is ready");
-        };
-        let refused = registry.unload("m", None, None, false).unwrap_err();
-        assert_eq!(refused.code, Refusal::InUse);
-        assert!(refused.reason.contains("1 engines (processes 7)"));
-        assert_eq!(registry.page(None).0.len(), 2);
-        registry.unload("m", Some("target"), None, false).unwrap();
-        registry.unload("m", None, None, true).unwrap();
-        assert_eq!(registry.page(None).0[0].retired_bytes, 4);
-        assert_eq!(
-            code(registry.unload("m", None, None, true)),
-            Refusal::NoEntry
-        );
-        drop(lease);
-        assert!(registry.page(None).0.is_empty());
-    }
-
-    #[test]
-    fn an_offer_for_an_entry_that_was_unloaded_meanwhile_is_refused() {
-        let registry = registry();
-        let load = registry.announce(&host("m"), 1).unwrap();
-        assert_eq!(
-            code(registry.unload("m", None, None, false)),
-            Refusal::AlreadyLoading
-        );
-        registry.unload("m", None, None, true).unwrap();
-        assert_eq!(code(load.publish(offered(1, 1))), Refusal::NoEntry);
-        assert!(registry.page(None).0.is_empty());
-    }
-
-    #[test]
-    fn absence_names_the_nearest_the_other_device_and_the_other_role() {
-        let registry = registry();
-        let mut draft = host("tiny");
-        draft.role = "draft".into();
-        for id in [&host("llama-8b"), &draft] {
-            registry
-                .announce(id, 1)
-                .unwrap()
-                .publish(offered(1, 1))
-                .unwrap();
-        }
-        let refused = registry.find(&host("llama-7b"), None, 1).unwrap_err();
-        assert_eq!(refused.code, Refusal::NoEntry);
-        assert!(refused.reason.contains("nearest: `llama-8b`"));
-        let gpu = EntryId::new("llama-8b", DeviceId::Cuda([7; 16]));
-        let refused = registry.find(&gpu, None, 1).unwrap_err();
-        assert_eq!(refused.code, Refusal::OtherDevice);
-        assert!(refused.reason.contains("on GPU-07070707"));
-        assert!(refused.reason.contains("on host"));
-        let refused = registry.find(&host("tiny"), None, 1).unwrap_err();
-        assert!(refused.reason.contains("role `draft`"));
-    }
-
-    #[test]
-    fn pages_hold_every_entry_once_and_fit_into_packets() {
-        let registry = Arc::new(Registry::new(200));
-        for i in 0..200 {
-            let id = host(&format!("{i:0>500}"));
-            registry.announce(&id, 1).unwrap().fail("x".repeat(2000));
-        }
-        assert_eq!(code(registry.announce(&host("one more"), 1)), Refusal::Busy);
-        let (mut seen, mut after, mut pages) = (0, None, 0);
-        loop {
-            let (entries, more) = registry.page(after.as_ref());
-            seen += entries.len();
-            pages += 1;
-            after = entries.last().map(|e| e.entry.clone());
-            protocol::encode(&Reply::Status { entries, more }).unwrap();
-            if !more {
-                break;
-            }
-        }
-        assert_eq!(seen, 200);
-        assert!(pages > 1);
-    }
-}
+mod tests;

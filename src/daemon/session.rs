@@ -5,20 +5,17 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
+use super::process::Process;
 use super::registry::{Epoch, Found, Lease, Load, Refused};
-use super::wire::{Wire, watch_fd};
+use super::wire::Wire;
+use super::words::{check_entry, check_word, printable};
 use super::workers::State;
 use super::{Context, lock, offer};
 use crate::protocol::{
-    self, EntryId, EpochId, LoadRequest, MAX_ENTRY_NAME, MAX_WAIT, Progress, ProtocolError,
-    Refusal, Reply, Request, clip,
+    self, EntryId, EpochId, LoadRequest, MAX_WAIT, Progress, ProtocolError, Refusal, Reply, Request,
 };
 use crate::socket::{Peer, SocketError};
 
@@ -44,7 +41,7 @@ struct Session {
 /// A lease, and the process that it ends with.
 struct Held {
     _lease: Lease,
-    process: Option<AsyncFd<OwnedFd>>,
+    process: Process,
 }
 
 /// An announced load, and the child of ours that announced it.
@@ -102,12 +99,28 @@ impl Session {
                 None => std::future::pending().await,
             }
         };
+        let ended = async {
+            match &self.lease {
+                Some(held) => held.process.ended().await,
+                None => std::future::pending().await,
+            }
+        };
+        let abandoned = async {
+            match &mut self.load {
+                Some(announced) => announced.load.abandoned().await,
+                None => std::future::pending().await,
+            }
+        };
         let received = tokio::select! {
             biased;
             () = stopped(&self.context) => return None,
             received = self.wire.receive() => received,
-            () = ended(self.lease.as_ref()) => {
+            () = ended => {
                 tracing::info!("process {} has ended, and its lease with it", self.peer.pid);
+                return None;
+            }
+            refused = abandoned => {
+                let _ = self.refuse_and_close(refused).await;
                 return None;
             }
             () = silence => {
@@ -165,7 +178,7 @@ impl Session {
             Request::Received => self.refuse_and_close(bad("nothing was sent")).await,
             Request::Goodbye => {
                 self.lease = None;
-                self.reply(&Reply::Done).await
+                Ok(())
             }
             Request::Status { after } => {
                 let (entries, more) = self.context.registry.page(after.as_ref());
@@ -269,7 +282,7 @@ impl Session {
     }
 
     async fn hand_over(&mut self, epoch: &Epoch, lease: Lease) -> Flow {
-        let Ok(process) = process_of(&self.wire, &self.peer) else {
+        let Ok(process) = Process::of(&self.wire, &self.peer) else {
             tracing::info!("process {} had ended before it was answered", self.peer.pid);
             return Err(Close);
         };
@@ -495,36 +508,6 @@ async fn stopped(context: &Context) {
     let _ = context.stop.subscribe().wait_for(|stop| *stop).await;
 }
 
-/// Ends when the process that holds the lease does.
-async fn ended(held: Option<&Held>) {
-    match held.and_then(|held| held.process.as_ref()) {
-        // An error is no proof of an end; the connection's own end still is.
-        Some(process) if process.readable().await.is_ok() => {}
-        _ => std::future::pending().await,
-    }
-}
-
-/// The peer's process, where it can be watched: a forked child may hold the connection open after
-/// it. `Err` when the process has ended already.
-fn process_of(wire: &Wire, peer: &Peer) -> Result<Option<AsyncFd<OwnedFd>>, Close> {
-    use nix::sys::socket::{getsockopt, sockopt::PeerPidfd};
-    let pidfd = match getsockopt(wire, PeerPidfd) {
-        Ok(fd) => Some(fd),
-        Err(nix::Error::ENOPROTOOPT) => match Pid::from_raw(peer.pid) {
-            Some(pid) => match pidfd_open(pid, PidfdFlags::empty()) {
-                Ok(fd) => Some(fd),
-                Err(Errno::SRCH) => return Err(Close),
-                Err(_) => None,
-            },
-            None => None,
-        },
-        // What kernels say of a process that has ended and been reaped.
-        Err(nix::Error::ESRCH | nix::Error::EINVAL) if peer.pid > 0 => return Err(Close),
-        Err(_) => None,
-    };
-    Ok(pidfd.and_then(|fd| watch_fd(fd, Interest::READABLE).ok()))
-}
-
 fn bad(reason: impl Into<String>) -> Refused {
     Refused::new(Refusal::BadRequest, reason)
 }
@@ -541,28 +524,4 @@ fn still_loading(entry: &EntryId, progress: &Progress) -> Refused {
             progress.phase, progress.done, progress.total
         ),
     )
-}
-
-fn check_entry(entry: &EntryId) -> Result<(), Refused> {
-    check_word("name", &entry.name)?;
-    check_word("role", &entry.role)
-}
-
-fn check_word(what: &str, word: &str) -> Result<(), Refused> {
-    if word.is_empty() || word.len() > MAX_ENTRY_NAME || word.chars().any(char::is_control) {
-        return Err(bad(format!(
-            "an entry's {what} must have 1 to {MAX_ENTRY_NAME} bytes and no control characters, this one has {}",
-            word.len()
-        )));
-    }
-    Ok(())
-}
-
-/// A peer's text without anything that a terminal would obey.
-fn printable(text: &str) -> String {
-    let clean: String = text
-        .chars()
-        .map(|c| if c.is_control() && c != '\n' { ' ' } else { c })
-        .collect();
-    clip(&clean)
 }

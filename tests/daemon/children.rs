@@ -62,6 +62,8 @@ fn attaches() {
 
 #[test]
 #[ignore = "a child process of other tests"]
+// The whole point is that it outlives its parent.
+#[expect(clippy::zombie_processes)]
 fn attaches_and_leaves_the_socket_to_its_own_child() {
     let Some(socket) = socket() else { return };
     let attached = attach(&socket, "m").unwrap();

@@ -16,8 +16,14 @@ fn a_lease_ends_with_goodbye_or_with_its_connection() {
     daemon.publish("m", 1);
     let (a, b) = (daemon.attach("m"), daemon.attach("m"));
     eventually("two leases", || daemon.leases("m") == 2);
-    assert_eq!(ask(&a.connection, &Request::Goodbye), Reply::Done);
-    assert_eq!(daemon.leases("m"), 1);
+    a.connection.send(&Request::Goodbye, &[], PATIENCE).unwrap();
+    eventually("one lease", || daemon.leases("m") == 1);
+    // The connection goes on: a worker that compared what is held may load now.
+    let announce = Request::Announce {
+        entry: entry("m"),
+        bytes: 1,
+    };
+    assert_eq!(ask(&a.connection, &announce), Reply::Done);
     drop(b);
     eventually("no lease", || daemon.leases("m") == 0);
 }
@@ -195,7 +201,7 @@ fn a_worker_that_says_nothing_has_failed() {
 }
 
 #[test]
-fn a_load_that_was_abandoned_cannot_be_published() {
+fn a_worker_whose_load_was_abandoned_is_told_at_once() {
     let daemon = Daemon::start(quick());
     let worker = daemon.announced("m");
     assert_eq!(
@@ -203,9 +209,14 @@ fn a_load_that_was_abandoned_cannot_be_published() {
         Refusal::AlreadyLoading
     );
     assert_eq!(daemon.unload("m", true), Reply::Done);
-    let (code, reason) = refusal(Weights::new("m", 1).offer(&worker));
+    // The worker hears of it at once, not when it has finished.
+    let (code, reason) = refusal(worker.receive(PATIENCE).unwrap().0);
     assert_eq!(code, Refusal::NoEntry);
     assert!(reason.contains("unloaded while"), "{reason}");
+    assert!(matches!(
+        worker.receive::<Reply>(PATIENCE),
+        Err(SocketError::Closed)
+    ));
     assert!(daemon.status().is_empty());
 }
 

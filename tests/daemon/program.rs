@@ -1,6 +1,6 @@
 //! The program itself: one daemon a folder, what lies in its way, signals, commands and exit codes.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::{FileTypeExt, chown, symlink};
 use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::path::Path;
@@ -199,32 +199,28 @@ fn of_two_starters_exactly_one_serves_and_the_other_says_who() {
                 .arg("serve")
                 .stdout(Stdio::piped())
                 .stderr(Stdio::piped());
-            command.spawn().unwrap()
+            Server(command.spawn().unwrap())
         };
         let mut starters = [start(), start()];
         let listens: Vec<bool> = starters
             .iter_mut()
             .map(|child| {
                 let mut line = String::new();
-                let mut out = BufReader::new(child.stdout.as_mut().unwrap());
+                let mut out = BufReader::new(child.0.stdout.as_mut().unwrap());
                 out.read_line(&mut line).unwrap();
                 line.starts_with("listening")
             })
             .collect();
         assert_eq!(listens.iter().filter(|l| **l).count(), 1);
-        let [mut winner, loser] = if listens[0] {
-            starters
-        } else {
-            let [a, b] = starters;
-            [b, a]
-        };
-        let lost = loser.wait_with_output().unwrap();
-        assert_eq!(lost.status.code(), Some(4), "{}", said(&lost));
-        let who = format!("process {} of uid", winner.id());
-        assert!(said(&lost).contains(&who), "{}", said(&lost));
+        starters.rotate_left(usize::from(listens[1]));
+        let [winner, loser] = &mut starters;
+        let mut lost = String::new();
+        let mut stderr = loser.0.stderr.take().unwrap();
+        stderr.read_to_string(&mut lost).unwrap();
+        assert_eq!(loser.0.wait().unwrap().code(), Some(4), "{lost}");
+        let who = format!("process {} of uid", winner.0.id());
+        assert!(lost.contains(&who), "{lost}");
         assert_eq!(run(temp.path(), &["status"]).status.code(), Some(0));
-        winner.kill().unwrap();
-        winner.wait().unwrap();
     }
 }
 

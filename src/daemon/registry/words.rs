@@ -1,0 +1,115 @@
+//! What the registry says when it says no: who holds an entry, what is there instead, what comes closest.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{Entry, MAX_HOLDERS, Refused};
+use crate::protocol::{EntryId, Refusal};
+
+/// Why an entry may not be unloaded without force.
+pub(super) fn in_use(id: &EntryId, slot: &Entry) -> Result<(), Refused> {
+    if let Some(ready) = &slot.ready
+        && !ready.holders.is_empty()
+    {
+        let mut pids: Vec<String> = ready
+            .holders
+            .values()
+            .take(MAX_HOLDERS)
+            .map(i32::to_string)
+            .collect();
+        if ready.holders.len() > MAX_HOLDERS {
+            pids.push("…".into());
+        }
+        return Err(Refused::new(
+            Refusal::InUse,
+            format!(
+                "{id} is held by {} engines (processes {}): stop them, or remove it with --force; they keep what \
+                 they have mapped",
+                ready.holders.len(),
+                pids.join(", ")
+            ),
+        ));
+    }
+    if slot.loading.is_some() {
+        return Err(Refused::new(
+            Refusal::AlreadyLoading,
+            format!("{id} is loading: wait for it, or abandon the load with --force"),
+        ));
+    }
+    Ok(())
+}
+
+/// Tells a worker that its load is not wanted any more.
+pub(super) fn abandoned(entry: &EntryId) -> Refused {
+    Refused::new(
+        Refusal::NoEntry,
+        format!("{entry} was unloaded while it was loading"),
+    )
+}
+
+/// Says that an entry is not there, and what comes closest.
+pub(super) fn absent(table: &BTreeMap<EntryId, Entry>, wanted: &EntryId) -> Refused {
+    let held = |id: &EntryId, slot: &Entry| {
+        id.name == wanted.name && (slot.ready.is_some() || slot.loading.is_some())
+    };
+    let same_name: Vec<&EntryId> = table
+        .iter()
+        .filter(|(id, slot)| held(id, slot))
+        .map(|(id, _)| id)
+        .take(8)
+        .collect();
+    let list = |ids: &[&EntryId]| {
+        let texts: Vec<String> = ids.iter().map(ToString::to_string).collect();
+        texts.join(", ")
+    };
+    let elsewhere: Vec<&EntryId> = same_name
+        .iter()
+        .copied()
+        .filter(|id| id.role == wanted.role)
+        .collect();
+    if !elsewhere.is_empty() {
+        return Refused::new(
+            Refusal::OtherDevice,
+            format!(
+                "{wanted} is not held, the daemon has {}: attach with that device, or load it with \
+                 `candle-cache load --device`",
+                list(&elsewhere)
+            ),
+        );
+    }
+    let hint = if same_name.is_empty() {
+        nearest(table, &wanted.name)
+    } else {
+        format!("the daemon has {}: name its role", list(&same_name))
+    };
+    Refused::new(Refusal::NoEntry, format!("no entry {wanted}; {hint}"))
+}
+
+/// The held names that come closest to `wanted`.
+pub(super) fn nearest(table: &BTreeMap<EntryId, Entry>, wanted: &str) -> String {
+    let names: BTreeSet<&str> = table
+        .iter()
+        .filter(|(_, slot)| slot.ready.is_some() || slot.loading.is_some())
+        .map(|(id, _)| id.name.as_str())
+        .collect();
+    if names.is_empty() {
+        return "the daemon holds nothing yet: `candle-cache load MODEL`".into();
+    }
+    let count = names.len();
+    let mut close: Vec<(f64, &str)> = names
+        .into_iter()
+        .map(|name| (strsim::jaro_winkler(name, wanted), name))
+        .filter(|(likeness, _)| *likeness > 0.6)
+        .collect();
+    close.sort_by(|a, b| b.0.total_cmp(&a.0));
+    if close.is_empty() {
+        return format!(
+            "none of the {count} held names is like it: `candle-cache status` lists them"
+        );
+    }
+    let close: Vec<String> = close
+        .iter()
+        .take(3)
+        .map(|(_, name)| format!("`{name}`"))
+        .collect();
+    format!("nearest: {}", close.join(", "))
+}
