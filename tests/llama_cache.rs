@@ -79,6 +79,8 @@ impl Daemon {
             .arg("--socket-dir")
             .arg(self.folder.path())
             .args(args)
+            // Several engines on few cores would spend their time waiting for each other's threads.
+            .env("RAYON_NUM_THREADS", "1")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
