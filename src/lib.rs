@@ -1,4 +1,6 @@
-//! A weight cache for candle.
+//! A weight cache for candle: load a model once, attach to it from every process in milliseconds.
+//! The front page is the README; [`IpcCache`] and [`FromIpcCache`] are what an engine uses.
+#![doc = include_str!("../README.md")]
 
 pub mod checkpoint;
 #[cfg(feature = "cli")]
