@@ -15,8 +15,9 @@ use crate::protocol::{EntryId, EpochId, STEP};
 use crate::slab::DeviceId;
 use crate::slab::host::HostMapping;
 use crate::socket::SocketError;
-use crate::tensors::MappedWeights;
+use crate::tensors::cuda::CudaWeights;
 use crate::tensors::host::HostWeights;
+use crate::tensors::{MappedWeights, device_id};
 
 mod backend;
 mod config;
@@ -73,10 +74,11 @@ struct Shared {
     names: Arc<suggest::Names>,
     /// The manifest's own memory, for the small files in it.
     memory: HostMapping,
-    weights: Box<dyn MappedWeights>,
     /// Entries that more than one name stands for.
     aliased: HashSet<usize>,
+    /// Before the weights: what is kept refers to them.
     kept: Mutex<HashMap<usize, Vec<backend::Kept>>>,
+    weights: Box<dyn MappedWeights>,
     lease: Arc<Lease>,
     device: Device,
     strict: bool,
@@ -123,7 +125,7 @@ impl IpcCache {
         let entry = EntryId {
             name: config.name.clone(),
             role: config.role.clone(),
-            device: device_id(device)?,
+            device: device_id(device).map_err(AttachError::Device)?,
         };
         let mut took = Took::default();
         let start = Instant::now();
@@ -173,13 +175,18 @@ impl IpcCache {
                 ),
             });
         }
-        let slabs = (slabs.iter().zip(&given.slabs).enumerate())
-            .map(|(i, (bytes, fd))| {
-                HostMapping::map(fd.as_fd(), Some(*bytes), &format!("slab {i}"))
-            })
-            .collect::<Result<Vec<_>, _>>()
-            .map_err(slab_error)?;
-        let weights = Box::new(HostWeights::new(manifest.clone(), slabs, lease.clone()));
+        let weights: Box<dyn MappedWeights> = if entry.device == DeviceId::Host {
+            let slabs = (slabs.iter().zip(&given.slabs).enumerate())
+                .map(|(i, (bytes, fd))| {
+                    HostMapping::map(fd.as_fd(), Some(*bytes), &format!("slab {i}"))
+                })
+                .collect::<Result<Vec<_>, _>>()
+                .map_err(slab_error)?;
+            Box::new(HostWeights::new(manifest.clone(), slabs, lease.clone()))
+        } else {
+            let weights = CudaWeights::map(manifest.clone(), &given.slabs, device, lease.clone());
+            Box::new(weights.map_err(slab_error)?)
+        };
         took.map = step.elapsed();
 
         let step = Instant::now();
@@ -320,6 +327,9 @@ impl IpcCache {
                 });
             }
         }
+        if Arc::strong_count(&shared) == 1 {
+            shared.kept().clear();
+        }
         let alive = shared.weights.sweep();
         Ok(Detached {
             tensors: alive.tensors,
@@ -327,16 +337,5 @@ impl IpcCache {
             builders: Arc::strong_count(&shared) - 1,
             daemon_lost,
         })
-    }
-}
-
-/// The memory that `device` computes on.
-fn device_id(device: &Device) -> Result<DeviceId, AttachError> {
-    match device {
-        Device::Cpu => Ok(DeviceId::Host),
-        other => Err(AttachError::Device(format!(
-            "{:?} cannot attach: this build maps host memory only, so give `Device::Cpu`",
-            other.location()
-        ))),
     }
 }

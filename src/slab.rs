@@ -178,6 +178,17 @@ impl SlabError {
     }
 }
 
+/// The device that a user means: `host`, `cuda:N` as this process numbers its GPUs, or a GPU's UUID.
+///
+/// # Errors
+/// When this process sees no such GPU: the error lists those that it sees.
+pub fn resolve(text: &str) -> Result<DeviceId, SlabError> {
+    if let Ok(DeviceId::Host) = text.parse() {
+        return Ok(DeviceId::Host);
+    }
+    Ok(cuda::resolve(text)?.id)
+}
+
 /// Opens a writer for slabs of the given lengths on `device`.
 ///
 /// # Errors

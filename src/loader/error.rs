@@ -144,9 +144,9 @@ pub enum AttachError {
     /// The weights are damaged, or of no use as tensors.
     #[error(transparent)]
     Tensor(#[from] TensorError),
-    /// This build cannot use that device.
-    #[error("{0}")]
-    Device(String),
+    /// The device cannot be used, or not by this build.
+    #[error(transparent)]
+    Device(SlabError),
 }
 
 impl From<AttachError> for candle_core::Error {

@@ -41,6 +41,8 @@ fn a_gpu_answers_to_its_number_and_to_its_uuid() {
     assert_eq!(resolve("cuda:0").unwrap(), gpu);
     assert_eq!(resolve(&gpu.id.to_string()).unwrap(), gpu);
     assert_eq!(find(gpu.id).unwrap(), gpu);
+    assert_eq!(slab::resolve("cuda:0").unwrap(), gpu.id);
+    assert_eq!(slab::resolve("host").unwrap(), DeviceId::Host);
     assert!(matches!(resolve("GPU-0"), Err(CudaError::NoSuchGpu { .. })));
     gpu.check_support().unwrap();
     gpu.anchor().unwrap();

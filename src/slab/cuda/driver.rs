@@ -1,6 +1,7 @@
 //! The NVIDIA driver: found at run time, started once, its answers turned into errors.
 //! Every call into it from this folder goes through [`check`].
 
+use std::error::Error;
 use std::sync::OnceLock;
 
 use cudarc::driver::{DriverError, sys};
@@ -55,7 +56,10 @@ fn look() -> Result<(), CudaError> {
         // does at its start.
         match unsafe { libloading::Library::new(name) } {
             Ok(_) => return Ok(()),
-            Err(e) if why.is_empty() => why = e.to_string(),
+            // The loader's own words, such as which file it missed, are one level down.
+            Err(e) if why.is_empty() => {
+                why = e.source().map_or_else(|| e.to_string(), |s| s.to_string())
+            }
             Err(_) => {}
         }
     }
