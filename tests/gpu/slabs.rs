@@ -83,7 +83,7 @@ fn slabs_come_back_as_they_were_written_with_zeros_behind() {
     drop(export);
     let after = free_again(&gpu, before);
     assert!(
-        after + (64 << 20) >= before,
+        after + (24 << 20) >= before,
         "free before {before}, after {after}"
     );
 }
@@ -177,7 +177,7 @@ fn what_does_not_fit_is_said_before_anything_is_taken() {
 fn a_writer_that_is_given_up_gives_its_memory_back() {
     let Some((gpu, _alone)) = gpu() else { return };
     let (before, open) = (free(&gpu), descriptors());
-    for seed in 0..50 {
+    for seed in 0..10 {
         let writer = slab::writer(gpu.id, &[64 * GRANULARITY]).unwrap();
         let mut lane = writer.lane().unwrap();
         for i in 0..4 {
