@@ -124,13 +124,18 @@ fn mib(from: u64, to: u64) -> f64 {
     (from as f64 - to as f64) / f64::from(1 << 20)
 }
 
+/// How many values differ in some bit.
+fn differing(a: &[Vec<f32>], b: &[Vec<f32>]) -> usize {
+    a.iter().flatten().zip(b.iter().flatten()).filter(|(x, y)| x.to_bits() != y.to_bits()).count()
+}
+
 fn memory(run: &Run<'_>, source: &str) -> Result<()> {
     run.device.synchronize()?;
     let before = free_bytes();
     let model = if source == "cache" { run.from_cache()? } else { run.from_disk()? };
     run.device.synchronize()?;
     let built = free_bytes();
-    run.generate(&model)?;
+    let (first, _) = run.generate(&model)?;
     run.device.synchronize()?;
     let after = free_bytes();
     println!(
@@ -141,6 +146,8 @@ fn memory(run: &Run<'_>, source: &str) -> Result<()> {
     );
     if run.args.stay {
         std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
+        let (again, _) = run.generate(&model)?;
+        println!("logits after what happened meanwhile: {} of {} differ", differing(&first, &again), first.len() * first[0].len());
     }
     Ok(())
 }
@@ -167,8 +174,7 @@ fn main() -> Result<()> {
     // Kernels are compiled in the first round; it is checked and not timed.
     let (a, _) = run.generate(&cached)?;
     let (b, _) = run.generate(&stock)?;
-    let bits = |v: &[Vec<f32>]| v.iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
-    let different = bits(&a).iter().zip(&bits(&b)).filter(|(x, y)| x != y).count();
+    let different = differing(&a, &b);
     println!("logits: {} steps, {} values, {different} differ", a.len(), a.len() * a[0].len());
     ensure!(a.len() == args.decode + 1 && a.iter().flatten().all(|x| x.is_finite()), "logits are not finite");
     ensure!(different == 0, "logits differ");

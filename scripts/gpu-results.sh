@@ -1,0 +1,151 @@
+#!/usr/bin/env bash
+# Every figure of docs/results.md, on a machine with an NVIDIA GPU: checks and times, and prints a table last.
+#
+#   scripts/gpu-results.sh [check|small|llama|two]...      default: check small llama
+#
+# Takes the programs from $CANDLE_CACHE_PROGRAMS (gpu, decode, attach, llama, candle-cache), else builds them.
+# `llama` writes 16 GiB of random weights to $CANDLE_CACHE_WORK (default: a temp folder) and needs torch, as does `small`
+# for its peer. `two` needs two GPUs.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+steps=("$@")
+[ ${#steps[@]} -gt 0 ] || steps=(check small llama)
+
+if [ -z "${CANDLE_CACHE_PROGRAMS:-}" ]; then
+    . scripts/cuda-toolkit.sh
+    cargo build --release --features cuda --bins --examples --benches --tests || exit 1
+    CANDLE_CACHE_PROGRAMS=$(mktemp -d)
+    for f in gpu decode attach; do
+        cp "$(ls -t target/release/deps/$f-* | grep -v '\.d$' | head -n 1)" "$CANDLE_CACHE_PROGRAMS/$f"
+    done
+    cp target/release/candle-cache target/release/examples/llama "$CANDLE_CACHE_PROGRAMS/"
+fi
+PATH=$CANDLE_CACHE_PROGRAMS:$PATH
+work=${CANDLE_CACHE_WORK:-$(mktemp -d)}
+mkdir -p "$work"
+rows=$work/rows
+: >"$rows"
+row() { printf '%-58s %s\n' "$1" "$2" | tee -a "$rows"; }
+used() { nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits -i "${1:-0}"; }
+of_process() { nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader | awk -F', ' -v p="$1" '$1==p {print $2}'; }
+
+export CANDLE_CACHE_SOCKET_DIR=$work/s
+serve() {
+    rm -rf "$CANDLE_CACHE_SOCKET_DIR"
+    mkdir -m 700 "$CANDLE_CACHE_SOCKET_DIR"
+    coproc DAEMON { exec candle-cache serve 2>>"$work/daemon.log"; }
+    daemon=$DAEMON_PID
+    read -r -t 10 _ <&"${DAEMON[0]}" || { echo "the daemon did not start"; cat "$work/daemon.log"; exit 1; }
+}
+stop() { kill "$daemon" 2>/dev/null; wait "$daemon" 2>/dev/null; }
+trap 'kill "${daemon:-}" 2>/dev/null; [ -n "${CANDLE_CACHE_WORK:-}" ] || rm -rf "$work"' EXIT
+
+check() {
+    echo "== tests on the device"
+    gpu --nocapture --test-threads=1 >"$work/gpu.log" 2>&1
+    row "tests/gpu.rs" "$(grep '^test result' "$work/gpu.log" | tail -n 1)"
+    grep -E 'FAILED|panicked|skipped|difference' "$work/gpu.log" | sort | uniq -c | head -n 60
+    [ -n "${OUT:-}" ] && cp "$work/gpu.log" "$OUT/"
+}
+
+chat() { # name, further arguments
+    llama --device cuda:0 --raw --print-tokens --max-tokens 64 --prompt "Count: 1, 2, 3, 4, 5, 6," "$@" 2>>"$work/chat.log"
+}
+
+small() {
+    echo "== SmolLM2, and attach times beside the peer"
+    local model=${CANDLE_CACHE_SMOLLM2:-fixtures/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf}
+    serve
+    candle-cache load "$model" --name smollm2 --device cuda:0
+    chat --model smollm2 --checkpoint "$model" >"$work/cache.tokens"
+    chat --no-cache --model "$model" >"$work/file.tokens"
+    row "SmolLM2 on the GPU: tokens from cache and file" \
+        "$(wc -l <"$work/cache.tokens"), $(cmp -s "$work/cache.tokens" "$work/file.tokens" && echo equal || echo DIFFERENT)"
+    tail -n 4 "$work/chat.log"
+    stop
+    python3 benches/make_checkpoint.py many "$work/many-10000" 10000
+    python3 benches/make_checkpoint.py many "$work/many-723" 723
+    python3 benches/make_checkpoint.py many "$work/many-291" 291
+    attach --device cuda:0 --model "$work/many-291" --model "$work/many-723" --model "$work/many-10000" --peer \
+        --program "$(command -v candle-cache)" --peers "$root/benches/peers" 2>&1 | tee "$work/attach.table"
+    grep many "$work/attach.table" >>"$rows"
+}
+
+llama8b() {
+    echo "== Llama of 8B shape"
+    local model=$work/llama8b
+    [ -f "$model/config.json" ] || python3 benches/make_checkpoint.py llama "$model"
+    serve
+    local before; before=$(used)
+    local start=$SECONDS
+    candle-cache load "$model" --name llama8b --device cuda:0
+    row "load of $(du -sBG "$model" | cut -f1) into the cache" "$((SECONDS - start)) s"
+    row "GPU memory: entry alone (no process has it open)" "$(($(used) - before)) MiB; of the daemon: '$(of_process "$daemon")'"
+    candle-cache status
+    for source in cache disk; do
+        decode --name llama8b --checkpoint "$model" --memory $source 2>&1 | tee -a "$rows"
+    done
+    decode --name llama8b --checkpoint "$model" 2>&1 | tee "$work/decode.table"
+    grep -E 'logits|ratio, median|model ready' "$work/decode.table" >>"$rows"
+
+    # Three engines at once.
+    local pids=() pipes=()
+    before=$(used)
+    for i in 1 2 3; do
+        mkfifo "$work/stay$i"
+        decode --name llama8b --checkpoint "$model" --memory cache --stay <"$work/stay$i" >"$work/engine$i" 2>&1 &
+        pids+=($!)
+    done
+    exec 7>"$work/stay1" 8>"$work/stay2" 9>"$work/stay3"
+    for i in 1 2 3; do timeout 120 bash -c "until grep -q memory '$work/engine$i'; do sleep 0.2; done"; done
+    row "GPU memory: three engines beside the entry" "$(($(used) - before)) MiB"
+
+    # The daemon dies, the GPU fills, and the engines go on.
+    kill -KILL "$daemon"; wait "$daemon" 2>/dev/null
+    python3 - <<'PYTHON'
+import torch
+free, total = torch.cuda.mem_get_info()
+junk = torch.full((max(free - (4 << 30), 1 << 20),), 0xAB, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+PYTHON
+    exec 7>&- 8>&- 9>&-
+    wait "${pids[@]}"
+    for i in 1 2 3; do row "engine $i, its daemon killed and the GPU filled meanwhile" "$(grep meanwhile "$work/engine$i")"; done
+    sleep 1
+    row "GPU memory: all gone with the last" "$(used) MiB in use"
+    attach --device cuda:0 --model "$model" --peer --program "$(command -v candle-cache)" --peers "$root/benches/peers" \
+        --attaches 15 2>&1 | tee "$work/attach8b.table"
+    grep -E '^llama8b' "$work/attach8b.table" >>"$rows"
+}
+
+two() {
+    echo "== two GPUs"
+    gpu --nocapture --test-threads=1 another 2>&1 | tail -n 12
+    nvidia-smi -L
+    python3 benches/make_checkpoint.py many "$work/many-291" 291
+    serve
+    candle-cache load "$work/many-291" --name on0 --device cuda:0
+    CUDA_VISIBLE_DEVICES=1 candle-cache load "$work/many-291" --name on1 --device cuda:0
+    candle-cache status
+    try() { # visible, name, what should happen
+        local said
+        if said=$(CUDA_VISIBLE_DEVICES=$1 attach --device cuda:0 --once "$2" --socket-dir "$CANDLE_CACHE_SOCKET_DIR" 2>&1); then
+            said=attached
+        fi
+        row "visible $1, cuda:0, entry $2 (should be $3)" "${said:0:300}"
+    }
+    try 0 on0 attached; try 1 on0 refused; try 0 on1 refused; try 1 on1 attached
+    try 1,0 on1 attached; try 1,0 on0 refused; try 0,1 on0 attached
+    stop
+}
+
+for step in "${steps[@]}"; do
+    case $step in
+        check) check ;; small) small ;; llama) llama8b ;; two) two ;;
+        *) echo "no such step: $step" >&2; exit 2 ;;
+    esac
+done
+echo
+echo "== $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1)"
+cat "$rows"
