@@ -436,29 +436,36 @@ impl Manifest {
     /// The digest over every tensor: name, type, shape, both digests; and over the aliases.
     /// Where a tensor lies does not count, so two layouts of the same weights agree.
     pub fn digest(&self) -> Digest {
+        // Small pieces would keep BLAKE3 from using wide registers.
+        const PIECE: usize = 64 << 10;
         let mut hasher = blake3::Hasher::new_derive_key("candle-ipc-cache 1 root over tensors");
-        let mut line = Vec::with_capacity(256);
-        for t in &self.tensors {
-            line.clear();
-            line.extend_from_slice(&(t.name.len() as u64).to_le_bytes());
-            line.extend_from_slice(t.name.as_bytes());
-            line.extend_from_slice(t.element.as_str().as_bytes());
-            line.push(0);
-            line.extend_from_slice(&(t.shape.len() as u64).to_le_bytes());
-            for d in &t.shape {
-                line.extend_from_slice(&d.to_le_bytes());
+        let mut lines = Vec::with_capacity(PIECE + 2 * MAX_NAME);
+        let mut flush = |lines: &mut Vec<u8>, at_least: usize| {
+            if lines.len() >= at_least {
+                hasher.update(lines);
+                lines.clear();
             }
-            line.extend_from_slice(&t.source.0);
-            line.extend_from_slice(&t.stored.0);
-            hasher.update(&line);
+        };
+        for t in &self.tensors {
+            lines.extend_from_slice(&(t.name.len() as u64).to_le_bytes());
+            lines.extend_from_slice(t.name.as_bytes());
+            lines.extend_from_slice(t.element.as_str().as_bytes());
+            lines.push(0);
+            lines.extend_from_slice(&(t.shape.len() as u64).to_le_bytes());
+            for d in &t.shape {
+                lines.extend_from_slice(&d.to_le_bytes());
+            }
+            lines.extend_from_slice(&t.source.0);
+            lines.extend_from_slice(&t.stored.0);
+            flush(&mut lines, PIECE);
         }
         for a in &self.aliases {
-            line.clear();
-            line.extend_from_slice(&(a.name.len() as u64).to_le_bytes());
-            line.extend_from_slice(a.name.as_bytes());
-            line.extend_from_slice(&a.tensor.to_le_bytes());
-            hasher.update(&line);
+            lines.extend_from_slice(&(a.name.len() as u64).to_le_bytes());
+            lines.extend_from_slice(a.name.as_bytes());
+            lines.extend_from_slice(&a.tensor.to_le_bytes());
+            flush(&mut lines, PIECE);
         }
+        flush(&mut lines, 0);
         hasher.finalize().into()
     }
 

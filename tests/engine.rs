@@ -186,7 +186,7 @@ fn tensors_equal_those_that_candle_loads_from_the_same_safetensors_bytes() {
 #[test]
 fn large_tensors_are_copied_whole_and_counted() {
     // Not a whole number of the pieces that threads copy.
-    let count = (1 << 20) + 13;
+    let count = (2 << 20) + 13;
     let bytes = noise(count * 4, 1);
     let model = Model::new("m").tensor("big", ElementType::U32, &[count as u64], bytes.clone());
     let model = model.tensor(

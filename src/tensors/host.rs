@@ -20,6 +20,8 @@ use crate::slab::host::HostMapping;
 
 /// Bytes that one thread copies or hashes at a time.
 const CHUNK: usize = 1 << 20;
+/// From this many bytes on, more threads than the caller's copy: below, waking them costs more than it saves.
+const PARALLEL: usize = 8 << 20;
 
 /// One mapped slab. Tensors that read it in place hold it.
 pub(super) struct Slab {
@@ -225,7 +227,7 @@ unsafe fn copy<T: Copy + Send>(bytes: &[u8]) -> Vec<T> {
             std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr().cast(), from.len());
         }
     };
-    if from.len() < 2 * CHUNK {
+    if from.len() < PARALLEL {
         piece((to, from));
     } else {
         to.par_chunks_mut(CHUNK)
