@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Every figure of docs/results.md, on a machine with an NVIDIA GPU: checks and times, and prints a table last.
 #
-#   scripts/gpu-results.sh [check|small|llama|two]...      default: check small llama
+#   scripts/gpu-results.sh [check|smollm2|many|llama|two]...      default: all but two
 #
 # Takes the programs from $CANDLE_CACHE_PROGRAMS (gpu, decode, attach, llama, candle-cache), else builds them.
-# `llama` writes 16 GiB of random weights to $CANDLE_CACHE_WORK (default: a temp folder) and needs torch, as does `small`
+# `llama` writes 16 GiB of random weights to $CANDLE_CACHE_WORK (default: a temp folder) and needs torch, as does `many`
 # for its peer. `two` needs two GPUs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(check small llama)
+[ ${#steps[@]} -gt 0 ] || steps=(check smollm2 many llama)
 
 if [ -z "${CANDLE_CACHE_PROGRAMS:-}" ]; then
     . scripts/cuda-toolkit.sh
@@ -53,8 +53,8 @@ chat() { # name, further arguments
     llama --device cuda:0 --raw --print-tokens --max-tokens 64 --prompt "Count: 1, 2, 3, 4, 5, 6," "$@" 2>>"$work/chat.log"
 }
 
-small() {
-    echo "== SmolLM2, and attach times beside the peer"
+smollm2() {
+    echo "== SmolLM2"
     local model=${CANDLE_CACHE_SMOLLM2:-fixtures/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf}
     serve
     candle-cache load "$model" --name smollm2 --device cuda:0
@@ -64,6 +64,10 @@ small() {
         "$(wc -l <"$work/cache.tokens"), $(cmp -s "$work/cache.tokens" "$work/file.tokens" && echo equal || echo DIFFERENT)"
     tail -n 4 "$work/chat.log"
     stop
+}
+
+many() {
+    echo "== attach times beside the peer"
     python3 benches/make_checkpoint.py many "$work/many-10000" 10000
     python3 benches/make_checkpoint.py many "$work/many-723" 723
     python3 benches/make_checkpoint.py many "$work/many-291" 291
@@ -142,7 +146,7 @@ two() {
 
 for step in "${steps[@]}"; do
     case $step in
-        check) check ;; small) small ;; llama) llama8b ;; two) two ;;
+        check | smollm2 | many | two) "$step" ;; llama) llama8b ;;
         *) echo "no such step: $step" >&2; exit 2 ;;
     esac
 done
