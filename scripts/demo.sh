@@ -41,12 +41,14 @@ done
 "$cache" load "$model" --name smollm2
 "$cache" status
 
+failed=
 for process in 1 2; do
     echo
     echo "== process $process: The capital of France is"
     "$llama" --model smollm2 --checkpoint "$model" --max-tokens 48 --system "You are a helpful assistant." \
-        --prompt "The capital of France is" >"$work/answer" 2> >(tee "$work/times" >&2)
-    cat "$work/answer"
+        --prompt "The capital of France is" >"$work/answer" 2>"$work/times" || failed=$?
+    cat "$work/times" "$work/answer"
+    [ -z "$failed" ] || fail "process $process ended with exit code $failed"
     grep -q Paris "$work/answer" || fail "the answer of process $process does not name Paris"
     grep '^attach' "$work/times" | sed "s/^/process $process: /" >>"$work/attach"
 done
