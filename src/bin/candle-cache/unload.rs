@@ -29,6 +29,7 @@ pub fn run(args: Args, global: &Global) -> u8 {
         name: args.name.clone(),
         role: args.role,
         device: args.device,
+        epoch: None,
         force: args.force,
     };
     let result =
