@@ -318,8 +318,11 @@ pub enum ProtocolError {
     TooLarge(usize),
 }
 
+/// Most bytes of memory that a decoded packet may take. A page of short entries takes many times its packet.
+const MAX_DECODED: usize = 64 * MAX_PACKET;
+
 fn codec() -> impl bincode::config::Config {
-    bincode::config::standard().with_limit::<MAX_PACKET>()
+    bincode::config::standard().with_limit::<MAX_DECODED>()
 }
 
 /// Encodes a message into one packet.

@@ -349,10 +349,7 @@ impl Session {
         match received {
             Ok((packet, fds)) => match protocol::decode(&packet) {
                 Ok(Request::Received) if fds.is_empty() => {
-                    self.lease = Some(Held {
-                        lease,
-                        process,
-                    });
+                    self.lease = Some(Held { lease, process });
                     Ok(())
                 }
                 Ok(_) => {
@@ -374,7 +371,8 @@ impl Session {
         let registry = self.context.registry.clone();
         let mut ended = registry.ended();
         let mut unloaded = registry.unload(unload);
-        let in_use = |result: &Result<(), Refused>| matches!(result, Err(r) if r.code == Refusal::InUse);
+        let in_use =
+            |result: &Result<(), Refused>| matches!(result, Err(r) if r.code == Refusal::InUse);
         if !in_use(&unloaded) {
             return self.answer(unloaded).await;
         }

@@ -166,3 +166,39 @@ pub(super) fn request(
         memory_bytes,
     })
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::path::Path;
+
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    use super::*;
+    use crate::protocol::Refusal;
+    use crate::slab::DeviceId;
+
+    #[test]
+    fn a_refusal_from_a_daemon_that_has_closed_already_is_still_read() {
+        let flags = SocketFlags::CLOEXEC;
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let path = Path::new("daemon.sock");
+        let daemon = Connection::from_fd(theirs, path);
+        let busy = Reply::Refused {
+            code: Refusal::Busy,
+            reason: "at its limit".into(),
+        };
+        daemon.send(&busy, &[], STEP).unwrap();
+        drop(daemon);
+        let entry = EntryId::new("m", DeviceId::Host);
+        let config = IpcConfig::new("m");
+        let end = Instant::now() + STEP;
+        let error = request(Connection::from_fd(ours, path), &entry, &config, end).unwrap_err();
+        let code = match error {
+            AttachError::Refused { code, .. } => code,
+            other => panic!("{other}"),
+        };
+        assert_eq!(code, Refusal::Busy);
+    }
+}

@@ -138,10 +138,7 @@ fn unload_takes_all_that_match_or_none() {
     registry.unload(&target).unwrap();
     registry.unload(&unload(true)).unwrap();
     assert_eq!(registry.page(None).0[0].retired_bytes, 4);
-    assert_eq!(
-        code(registry.unload(&unload(true))),
-        Refusal::NoEntry
-    );
+    assert_eq!(code(registry.unload(&unload(true))), Refusal::NoEntry);
     drop(lease);
     assert!(registry.page(None).0.is_empty());
 }
@@ -216,11 +213,28 @@ fn pages_hold_every_entry_once_and_fit_into_packets() {
         seen += entries.len();
         pages += 1;
         after = entries.last().map(|e| e.entry.clone());
-        protocol::encode(&Reply::Status { entries, more }).unwrap();
+        let reply = Reply::Status { entries, more };
+        let packet = protocol::encode(&reply).unwrap();
+        assert_eq!(protocol::decode::<Reply>(&packet).unwrap(), reply);
         if !more {
             break;
         }
     }
     assert_eq!(seen, 200);
     assert!(pages > 1);
+}
+
+#[test]
+fn a_page_of_the_shortest_entries_is_read_again() {
+    let registry = Arc::new(Registry::new(4096));
+    for i in 0..4096 {
+        let mut id = host(&format!("{i:x}"));
+        id.role = "r".into();
+        registry.announce(&id, 1).unwrap().fail("");
+    }
+    let (entries, more) = registry.page(None);
+    assert!(more);
+    let reply = Reply::Status { entries, more };
+    let packet = protocol::encode(&reply).unwrap();
+    assert_eq!(protocol::decode::<Reply>(&packet).unwrap(), reply);
 }
