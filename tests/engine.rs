@@ -1,5 +1,6 @@
 //! What an engine sees: tensors equal to the checkpoint's, proof of identity, and errors that say what to do.
 //! The daemon's side is played by `common/stand_in.rs`, because most of these daemons misbehave.
+#![allow(clippy::unwrap_used)]
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Barrier};

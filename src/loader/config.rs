@@ -261,7 +261,7 @@ mod tests {
         }
         let error = IpcConfig::new("m")
             .option("conect_timeout", "5s")
-            .unwrap_err();
+            .expect_err("a misspelt option");
         let text = error.to_string();
         assert!(
             text.contains("`conect_timeout`") && text.contains("connect_timeout"),
