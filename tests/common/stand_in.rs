@@ -4,7 +4,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -23,34 +23,34 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Tensors, names and files from which an entry is made.
 #[derive(Default)]
-pub struct Model {
-    pub name: String,
-    pub tensors: Vec<(String, ElementType, Vec<u64>, Vec<u8>)>,
-    pub aliases: Vec<(String, String)>,
-    pub attributes: Vec<(String, String)>,
-    pub files: Vec<(String, Vec<u8>)>,
-    pub sources: Vec<Receipt>,
+pub(crate) struct Model {
+    pub(crate) name: String,
+    pub(crate) tensors: Vec<(String, ElementType, Vec<u64>, Vec<u8>)>,
+    pub(crate) aliases: Vec<(String, String)>,
+    pub(crate) attributes: Vec<(String, String)>,
+    pub(crate) files: Vec<(String, Vec<u8>)>,
+    pub(crate) sources: Vec<Receipt>,
     /// Tensors that go into one slab; zero: all of them.
-    pub per_slab: usize,
+    pub(crate) per_slab: usize,
 }
 
 /// An entry, ready to be sent.
-pub struct Entry {
-    pub epoch: EpochId,
-    pub manifest: Manifest,
-    pub manifest_fd: OwnedFd,
-    pub slabs: Vec<OwnedFd>,
+pub(crate) struct Entry {
+    pub(crate) epoch: EpochId,
+    pub(crate) manifest: Manifest,
+    pub(crate) manifest_fd: OwnedFd,
+    pub(crate) slabs: Vec<OwnedFd>,
 }
 
 impl Model {
-    pub fn new(name: &str) -> Self {
+    pub(crate) fn new(name: &str) -> Self {
         Self {
             name: name.into(),
             ..Self::default()
         }
     }
 
-    pub fn tensor(
+    pub(crate) fn tensor(
         mut self,
         name: &str,
         element: ElementType,
@@ -63,12 +63,12 @@ impl Model {
     }
 
     /// A tensor of F32 values.
-    pub fn floats(self, name: &str, shape: &[u64], values: &[f32]) -> Self {
+    pub(crate) fn floats(self, name: &str, shape: &[u64], values: &[f32]) -> Self {
         let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         self.tensor(name, ElementType::F32, shape, bytes)
     }
 
-    pub fn alias(mut self, name: &str, of: &str) -> Self {
+    pub(crate) fn alias(mut self, name: &str, of: &str) -> Self {
         self.aliases.push((name.into(), of.into()));
         self
     }
@@ -134,7 +134,7 @@ impl Model {
     }
 
     /// Fills slabs and seals them.
-    pub fn build(mut self) -> Entry {
+    pub(crate) fn build(mut self) -> Entry {
         let (mut manifest, members) = self.plan();
         let writer = slab::writer(DeviceId::Host, &manifest.slabs).expect("memory for slabs");
         {
@@ -163,7 +163,7 @@ impl Model {
 
 impl Entry {
     /// The honest answer to an attach.
-    pub fn reply(&self) -> Reply {
+    pub(crate) fn reply(&self) -> Reply {
         Reply::Attached {
             epoch: self.epoch,
             anchor: false,
@@ -173,34 +173,36 @@ impl Entry {
     }
 
     /// Sends `reply` with this entry's descriptors.
-    pub fn send(&self, connection: &Connection, reply: &Reply) {
+    pub(crate) fn send(&self, connection: &Connection, reply: &Reply) {
         let mut fds = vec![self.manifest_fd.as_fd()];
         fds.extend(self.slabs.iter().map(AsFd::as_fd));
         // The engine may have gone: that is for the test to see, not for the stand-in.
-        let _ = connection.send(reply, &fds, PATIENCE);
+        if let Err(e) = connection.send(reply, &fds, PATIENCE) {
+            eprintln!("the stand-in could not answer: {e}");
+        }
     }
 }
 
 /// What the stand-in does with an attach request. The connection stays open afterwards.
-pub type Answer = Box<dyn Fn(&Connection, &Request) + Send + Sync>;
+pub(crate) type Answer = Box<dyn Fn(&Connection, &Request) + Send + Sync>;
 
 /// A daemon's side of the socket, on threads of this process.
-pub struct StandIn {
+pub(crate) struct StandIn {
     folder: tempfile::TempDir,
     listener: Arc<OwnedFd>,
     heard: Mutex<Receiver<Request>>,
-    open: Arc<Mutex<Vec<Arc<Connection>>>>,
+    open: Arc<Mutex<Vec<Weak<Connection>>>>,
     accepting: Option<JoinHandle<()>>,
 }
 
 impl StandIn {
     /// Answers every attach with `entry`.
-    pub fn serving(entry: Entry) -> Self {
+    pub(crate) fn serving(entry: Entry) -> Self {
         Self::answering(Box::new(move |c, _| entry.send(c, &entry.reply())))
     }
 
     /// Answers every attach by `answer`.
-    pub fn answering(answer: Answer) -> Self {
+    pub(crate) fn answering(answer: Answer) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let listener = rustix::net::socket_with(
             AddressFamily::UNIX,
@@ -230,23 +232,23 @@ impl StandIn {
     }
 
     /// The folder of the socket.
-    pub fn folder(&self) -> &Path {
+    pub(crate) fn folder(&self) -> &Path {
         self.folder.path()
     }
 
     /// A configuration that finds this daemon.
-    pub fn config(&self, name: &str) -> IpcConfig {
+    pub(crate) fn config(&self, name: &str) -> IpcConfig {
         IpcConfig::new(name).socket_dir(self.folder())
     }
 
     /// The next message that any engine sent.
-    pub fn next(&self) -> Option<Request> {
+    pub(crate) fn next(&self) -> Option<Request> {
         let heard = self.heard.lock().expect("one test, one listener");
         heard.recv_timeout(PATIENCE).ok()
     }
 
     /// Whether an engine has sent something that [`StandIn::next`] has not returned yet.
-    pub fn quiet_for(&self, time: Duration) -> bool {
+    pub(crate) fn quiet_for(&self, time: Duration) -> bool {
         let heard = self.heard.lock().expect("one test, one listener");
         heard.recv_timeout(time).is_err()
     }
@@ -257,13 +259,20 @@ fn accept(
     path: &Path,
     answer: &Arc<Answer>,
     hear: &Sender<Request>,
-    open: &Mutex<Vec<Arc<Connection>>>,
+    open: &Mutex<Vec<Weak<Connection>>>,
 ) {
-    while let Ok(fd) = rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
+    loop {
+        let fd = match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
+            Ok(fd) => fd,
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(_) => return,
+        };
         let connection = Arc::new(Connection::from_fd(fd, path));
-        open.lock()
-            .expect("no panic while it is held")
-            .push(connection.clone());
+        {
+            let mut open = open.lock().expect("no panic while it is held");
+            open.retain(|c| c.strong_count() > 0);
+            open.push(Arc::downgrade(&connection));
+        }
         let (answer, hear) = (answer.clone(), hear.clone());
         std::thread::spawn(move || {
             while let Ok((request, _)) = connection.receive::<Request>(PATIENCE) {
@@ -284,12 +293,8 @@ impl Drop for StandIn {
         if let Some(accepting) = self.accepting.take() {
             let _ = accepting.join();
         }
-        for connection in self
-            .open
-            .lock()
-            .expect("no panic while it is held")
-            .drain(..)
-        {
+        let open = self.open.lock().expect("no panic while it is held");
+        for connection in open.iter().filter_map(Weak::upgrade) {
             let _ = rustix::net::shutdown(connection.as_fd(), Shutdown::Both);
         }
     }
