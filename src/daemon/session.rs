@@ -381,6 +381,8 @@ impl Session {
         let deadline = Instant::now() + self.step() / 2;
         while in_use(&unloaded) {
             tokio::select! {
+                // A stop ends leases too: that one is no reason to unload.
+                biased;
                 () = stopped(&self.context) => {
                     let refused = Refused::new(Refusal::Stopping, "the daemon is stopping");
                     return self.refuse_and_close(refused).await;
