@@ -67,6 +67,8 @@ struct Run<'a> {
     device: Device,
 }
 
+// Named after the constructors that they call.
+#[expect(clippy::wrong_self_convention)]
 impl Run<'_> {
     fn from_disk(&self) -> Result<Llama> {
         let files = shards(&self.args.checkpoint)?;

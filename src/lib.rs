@@ -16,6 +16,6 @@ pub mod tensors;
 pub mod worker;
 
 pub use loader::{
-    AttachError, Cast, Detached, FromIpcCache, GetError, IpcCache, IpcConfig, Mismatch, OptionError, Proof,
-    QuantizedVarBuilder, Report, Took,
+    AttachError, Cast, Detached, FromIpcCache, GetError, HandOff, IpcCache, IpcConfig, Mismatch,
+    OptionError, Proof, QuantizedVarBuilder, Report, Took,
 };

@@ -11,30 +11,32 @@ use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
 
 use crate::manifest::{MAX_BYTES, Manifest, ManifestError};
-use crate::protocol::{EntryId, EpochId, STEP};
+use crate::protocol::{EntryId, EpochId, Request, STEP};
 use crate::slab::DeviceId;
 use crate::slab::host::HostMapping;
 use crate::socket::SocketError;
-use crate::tensors::cuda::CudaWeights;
-use crate::tensors::host::HostWeights;
-use crate::tensors::{MappedWeights, device_id};
+use crate::tensors;
 
 mod backend;
 mod config;
 mod connect;
 mod error;
 mod identity;
+mod lease;
 mod quantized;
 mod report;
+mod size;
 mod suggest;
+mod weights;
 
 pub use config::{IpcConfig, OPTIONS, OptionError};
 pub use error::{AttachError, GetError, Tried};
 pub use identity::{Mismatch, Proof};
 pub use quantized::QuantizedVarBuilder;
-pub use report::{Cast, Report, Took};
+pub use report::{Cast, HandOff, Report, Took};
 
-use connect::Lease;
+use lease::Lease;
+use weights::Weights;
 
 /// Makes a `VarBuilder` from cached weights, as candle's own `from_*` constructors make one from files.
 pub trait FromIpcCache: Sized {
@@ -63,7 +65,9 @@ impl FromIpcCache for VarBuilder<'static> {
 /// An entry's weights, mapped into this process, and the lease on them.
 ///
 /// Tensors stay valid after the handle and the daemon are gone. When the last holder of shared memory
-/// goes (this handle, a builder, a quantized tensor), the lease ends in good order.
+/// goes (this handle, a builder, a tensor over it), the lease ends in good order: on the host at once; on a
+/// GPU, where nobody hears of a tensor's end, when the next handle is made, dropped or detached, or
+/// when the daemon asks for memory back.
 pub struct IpcCache {
     shared: Arc<Shared>,
 }
@@ -76,10 +80,11 @@ struct Shared {
     memory: HostMapping,
     /// Entries that more than one name stands for.
     aliased: HashSet<usize>,
-    /// Before the weights: what is kept refers to them.
+    /// Before the weights, because it is dropped before them: what is in here may read them.
     kept: Mutex<HashMap<usize, Vec<backend::Kept>>>,
-    weights: Box<dyn MappedWeights>,
-    lease: Arc<Lease>,
+    weights: Weights,
+    /// None for copies.
+    lease: Option<Arc<Lease>>,
     device: Device,
     strict: bool,
     tally: report::Tally,
@@ -125,7 +130,7 @@ impl IpcCache {
         let entry = EntryId {
             name: config.name.clone(),
             role: config.role.clone(),
-            device: device_id(device).map_err(AttachError::Device)?,
+            device: device_id(device)?,
         };
         let mut took = Took::default();
         let start = Instant::now();
@@ -142,11 +147,11 @@ impl IpcCache {
         let step = Instant::now();
         let manifest_error = |source| AttachError::Manifest {
             entry: entry.clone(),
-            source,
+            source: Box::new(source),
         };
         let slab_error = |source| AttachError::Slab {
             entry: entry.clone(),
-            source,
+            source: Box::new(source),
         };
         let memory =
             HostMapping::map(given.manifest.as_fd(), None, "the manifest").map_err(slab_error)?;
@@ -175,18 +180,8 @@ impl IpcCache {
                 ),
             });
         }
-        let weights: Box<dyn MappedWeights> = if entry.device == DeviceId::Host {
-            let slabs = (slabs.iter().zip(&given.slabs).enumerate())
-                .map(|(i, (bytes, fd))| {
-                    HostMapping::map(fd.as_fd(), Some(*bytes), &format!("slab {i}"))
-                })
-                .collect::<Result<Vec<_>, _>>()
-                .map_err(slab_error)?;
-            Box::new(HostWeights::new(manifest.clone(), slabs, lease.clone()))
-        } else {
-            let weights = CudaWeights::map(manifest.clone(), &given.slabs, device, lease.clone());
-            Box::new(weights.map_err(slab_error)?)
-        };
+        let mapped = tensors::map(manifest.clone(), &given.slabs, device, lease.clone())
+            .map_err(slab_error)?;
         took.map = step.elapsed();
 
         let step = Instant::now();
@@ -195,9 +190,33 @@ impl IpcCache {
 
         if config.verify {
             let step = Instant::now();
-            weights.verify()?;
+            mapped.verify()?;
             took.verify = step.elapsed();
         }
+        drop(given.slabs);
+
+        let mut hand_off = None;
+        let (weights, lease) = if config.copies() {
+            let step = Instant::now();
+            let copies = Weights::copied(mapped, &manifest, device)?;
+            let unload = config.hand_off.then(|| Request::Unload {
+                name: entry.name.clone(),
+                role: Some(entry.role.clone()),
+                device: Some(entry.device),
+                epoch: Some(given.epoch),
+                force: false,
+            });
+            hand_off = weights::leave(lease, unload);
+            took.copy = step.elapsed();
+            (copies, None)
+        } else {
+            lease.watch().map_err(|source| AttachError::Socket {
+                path: socket.clone(),
+                step: "listening to the daemon",
+                source: Box::new(source),
+            })?;
+            (Weights::Mapped(mapped), Some(lease))
+        };
         took.total = start.elapsed();
         let report = Report {
             entry,
@@ -208,6 +227,8 @@ impl IpcCache {
             tensors: manifest.tensors.len() + manifest.aliases.len(),
             memory_bytes: manifest.memory_bytes(),
             took,
+            copy: config.copies(),
+            hand_off,
             copied_bytes: 0,
             casts: Vec::new(),
         };
@@ -245,7 +266,8 @@ impl IpcCache {
     /// A tensor's bytes as they are stored, whatever its type.
     ///
     /// # Errors
-    /// When there is no such tensor, or it lies in memory that the processor cannot read.
+    /// When there is no such tensor, it lies in memory that the processor cannot read, or it was copied into
+    /// a tensor of candle's own.
     pub fn raw(&self, name: &str) -> Result<&[u8], GetError> {
         let shared = &self.shared;
         let missing = || GetError::NoTensor(shared.names.hint(name).to_string());
@@ -287,10 +309,26 @@ impl IpcCache {
         self.shared.manifest.memory_bytes()
     }
 
+    /// What [`IpcCache::memory_bytes`] will be after an attach to the entry that `config` names, without
+    /// attaching: exact to the slab, for the epoch that is ready now.
+    ///
+    /// # Errors
+    /// When no daemon answers in time, or the entry is not ready on the memory that `device` computes on.
+    pub fn memory_bytes_of(config: &IpcConfig, device: &Device) -> Result<u64, AttachError> {
+        let entry = EntryId {
+            name: config.name.clone(),
+            role: config.role.clone(),
+            device: device_id(device)?,
+        };
+        let end = Instant::now() + config.connect_timeout;
+        size::memory_bytes(&connect::connect(config, end)?, &entry, config, end)
+    }
+
     /// What the attach found and took, and what serving tensors has cost so far.
     pub fn report(&self) -> Report {
         let mut report = self.shared.report.clone();
         self.shared.tally.fill(&mut report);
+        report.copied_bytes += self.shared.weights.copied_bytes();
         report
     }
 
@@ -304,9 +342,10 @@ impl IpcCache {
         self.shared.report.epoch
     }
 
-    /// Whether the daemon has gone. The weights stay valid; new engines will not find them there.
+    /// Whether the daemon has gone. The weights stay valid; new engines will not find them there. Of no
+    /// concern to a copy, which holds no lease: false.
     pub fn daemon_lost(&self) -> bool {
-        self.shared.lease.daemon_lost()
+        self.shared.lease.as_ref().is_some_and(|l| l.daemon_lost())
     }
 
     /// Ends the lease now, whatever is still alive, and says what is. That stays valid, but the daemon
@@ -316,26 +355,34 @@ impl IpcCache {
     /// When the daemon does not take the goodbye in time. The lease has ended all the same.
     pub fn detach(self) -> Result<Detached, AttachError> {
         let shared = self.shared;
-        let daemon_lost = shared.lease.daemon_lost();
-        match shared.lease.end(STEP) {
+        let lease = shared.lease.as_ref();
+        let daemon_lost = lease.is_some_and(|l| l.daemon_lost());
+        match lease.map_or(Ok(()), |l| l.end(STEP)) {
             Ok(()) | Err(SocketError::Closed) => {}
             Err(source) => {
                 return Err(AttachError::Socket {
                     path: shared.report.socket.clone(),
                     step: "saying goodbye to the daemon",
-                    source,
+                    source: Box::new(source),
                 });
             }
         }
-        if Arc::strong_count(&shared) == 1 {
+        let builders = Arc::strong_count(&shared) - 1;
+        if builders == 0 {
+            // Nobody can ask for these any more.
             shared.kept().clear();
         }
         let alive = shared.weights.sweep();
         Ok(Detached {
             tensors: alive.tensors,
             bytes: alive.bytes,
-            builders: Arc::strong_count(&shared) - 1,
+            builders,
             daemon_lost,
         })
     }
+}
+
+/// The memory that `device` computes on.
+fn device_id(device: &Device) -> Result<DeviceId, AttachError> {
+    tensors::device_id(device).map_err(|source| AttachError::Device(Box::new(source)))
 }

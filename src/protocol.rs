@@ -122,7 +122,10 @@ pub enum Request {
         role: Option<String>,
         /// The device; `None`: every device.
         device: Option<DeviceId>,
-        /// Remove it although engines hold leases.
+        /// This epoch; `None`: whichever is there. One that was replaced meanwhile is not removed.
+        epoch: Option<EpochId>,
+        /// Remove it although engines hold leases. Without this they are sent [`Reply::Sweep`] and get
+        /// half a [`STEP`] to let go.
         force: bool,
     },
     /// Stop the daemon.
@@ -216,6 +219,10 @@ pub enum Reply {
         /// The thing, both values, and the way out.
         reason: String,
     },
+    /// Said on a connection that holds a lease, at any time: the memory is wanted back. An engine that
+    /// has dropped its weights unmaps them now and ends the lease; one that uses them goes on. Not
+    /// answered.
+    Sweep,
 }
 
 /// Kinds of refusal.
@@ -311,8 +318,11 @@ pub enum ProtocolError {
     TooLarge(usize),
 }
 
+/// Most bytes of memory that a decoded packet may take. A page of short entries takes many times its packet.
+const MAX_DECODED: usize = 64 * MAX_PACKET;
+
 fn codec() -> impl bincode::config::Config {
-    bincode::config::standard().with_limit::<MAX_PACKET>()
+    bincode::config::standard().with_limit::<MAX_DECODED>()
 }
 
 /// Encodes a message into one packet.

@@ -1,14 +1,18 @@
 //! candle tensors over mapped slabs: the seam between devices.
 //! Stored element types are matched with candle's here; a type that candle lacks is an error by name.
 
+use std::any::Any;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, DeviceLocation, Tensor};
 
-use crate::manifest::{Digest, ElementType, TensorEntry};
+use crate::manifest::{Digest, ElementType, Manifest, TensorEntry};
+use crate::slab::host::HostMapping;
 use crate::slab::{DeviceId, SlabError};
 
+pub mod copied;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 #[cfg(not(feature = "cuda"))]
@@ -38,6 +42,19 @@ pub trait MappedWeights: Send + Sync {
 
     /// The entry's bytes as they are stored; `None` where this process cannot read them in place.
     fn bytes(&self, entry: usize) -> Option<&[u8]>;
+
+    /// A copy of the entry in memory of candle's own on `device`: synchronize that before the weights are
+    /// let go.
+    ///
+    /// # Errors
+    /// As [`MappedWeights::plain`], and when there is no room.
+    fn copied(&self, entry: usize, device: &Device) -> Result<Tensor, TensorError>;
+
+    /// Writes the entry's bytes, as they are stored, to `into`, which has their length.
+    ///
+    /// # Errors
+    /// When the memory cannot be reached.
+    fn read(&self, entry: usize, into: &mut [u8]) -> Result<(), TensorError>;
 
     /// Computes the digest of every entry's bytes and compares it with the manifest's.
     ///
@@ -131,6 +148,14 @@ pub enum TensorError {
         /// What went wrong.
         source: SlabError,
     },
+    /// The copies did not arrive.
+    #[error("copying {bytes} bytes of weights: {source}")]
+    Copy {
+        /// Bytes of all tensors.
+        bytes: u64,
+        /// candle's answer.
+        source: candle_core::Error,
+    },
     /// candle refused.
     #[error("tensor `{name}`: {source}")]
     Candle {
@@ -172,6 +197,37 @@ pub fn device_id(device: &Device) -> Result<DeviceId, SlabError> {
             "{other:?} has no memory that can be shared: give `Device::Cpu` or a CUDA device"
         ))),
     }
+}
+
+/// Maps an epoch's slabs, one for each that the manifest lists, for `device`. `held` is kept for as long as
+/// anything refers to the memory.
+///
+/// The manifest must have passed [`Manifest::check`], as every decoded one has.
+///
+/// # Errors
+/// When a slab lies elsewhere than on `device`, has another length than the manifest says, could still be
+/// changed by others, or cannot be mapped.
+pub fn map(
+    manifest: Arc<Manifest>,
+    slabs: &[OwnedFd],
+    device: &Device,
+    held: Arc<dyn Any + Send + Sync>,
+) -> Result<Box<dyn MappedWeights>, SlabError> {
+    if !device.is_cpu() {
+        let weights = cuda::CudaWeights::map(manifest, slabs, device, held)?;
+        return Ok(Box::new(weights));
+    }
+    if slabs.len() != manifest.slabs.len() {
+        return Err(SlabError::Device(format!(
+            "{} slabs came, the manifest lists {}",
+            slabs.len(),
+            manifest.slabs.len()
+        )));
+    }
+    let slabs = (manifest.slabs.iter().zip(slabs).enumerate())
+        .map(|(i, (bytes, fd))| HostMapping::map(fd.as_fd(), Some(*bytes), &format!("slab {i}")))
+        .collect::<Result<_, _>>()?;
+    Ok(Box::new(host::HostWeights::new(manifest, slabs, held)))
 }
 
 /// The candle dtype in which a plain tensor of this stored type is served; `None`: not as a plain tensor.

@@ -12,6 +12,9 @@ use candle_ipc_cache::slab::CHUNK;
 use candle_ipc_cache::slab::cuda::{gpus, resolve};
 use candle_ipc_cache::socket::Connection;
 
+#[cfg(feature = "cli")]
+#[path = "gpu/engines.rs"]
+mod engines;
 #[path = "gpu/quantized.rs"]
 mod quantized;
 #[path = "gpu/slabs.rs"]

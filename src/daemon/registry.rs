@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Instant, SystemTime};
 
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 
 mod words;
 
@@ -70,8 +70,15 @@ impl Epoch {
     }
 }
 
-/// Who holds an epoch: lease number and process.
-type Holders = BTreeMap<u64, i32>;
+/// Who holds an epoch, by lease number.
+type Holders = BTreeMap<u64, Holder>;
+
+#[derive(Debug)]
+struct Holder {
+    pid: i32,
+    /// Tells the lease's session that the memory is wanted back.
+    wanted: Arc<Notify>,
+}
 
 #[derive(Debug)]
 struct Ready {
@@ -117,6 +124,7 @@ impl Entry {
         if let Some(Ready { epoch, holders }) = self.ready.take()
             && !holders.is_empty()
         {
+            want_back(&holders);
             self.retired.push(Retired {
                 epoch: epoch.id,
                 bytes: epoch.summary.memory_bytes,
@@ -134,7 +142,9 @@ impl Entry {
                 tensors: ready.epoch.summary.tensors,
                 memory_bytes: ready.epoch.summary.memory_bytes,
                 leases: ready.holders.len() as u64,
-                holders: ready.holders.values().copied().take(MAX_HOLDERS).collect(),
+                holders: (ready.holders.values().map(|holder| holder.pid))
+                    .take(MAX_HOLDERS)
+                    .collect(),
                 age_seconds: ready.epoch.published.elapsed().as_secs(),
             }),
             loading: self
@@ -150,10 +160,29 @@ impl Entry {
     }
 }
 
+fn want_back(holders: &Holders) {
+    holders.values().for_each(|h| h.wanted.notify_one());
+}
+
+/// Which entries a peer wants unloaded.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Unload {
+    pub(super) name: String,
+    /// None: every role.
+    pub(super) role: Option<String>,
+    /// None: every device.
+    pub(super) device: Option<DeviceId>,
+    /// None: whichever epoch is there.
+    pub(super) epoch: Option<EpochId>,
+    pub(super) force: bool,
+}
+
 /// Every entry.
 #[derive(Debug)]
 pub(super) struct Registry {
     table: Mutex<BTreeMap<EntryId, Entry>>,
+    /// Counts leases that have ended.
+    ended: watch::Sender<u64>,
     numbers: AtomicU64,
     max_entries: usize,
 }
@@ -183,12 +212,14 @@ pub(super) struct Lease {
     entry: EntryId,
     epoch: EpochId,
     number: u64,
+    wanted: Arc<Notify>,
 }
 
 impl Registry {
     pub(super) fn new(max_entries: usize) -> Self {
         Self {
             table: Mutex::default(),
+            ended: watch::Sender::new(0),
             numbers: AtomicU64::new(0),
             max_entries,
         }
@@ -261,12 +292,18 @@ impl Registry {
                 ));
             }
             let number = self.number();
-            ready.holders.insert(number, pid);
+            let wanted = Arc::new(Notify::new());
+            let holder = Holder {
+                pid,
+                wanted: wanted.clone(),
+            };
+            ready.holders.insert(number, holder);
             let lease = Lease {
                 registry: self.clone(),
                 entry: entry.clone(),
                 epoch: ready.epoch.id,
                 number,
+                wanted,
             };
             return Ok(Found::Ready(ready.epoch.clone(), lease));
         }
@@ -290,38 +327,17 @@ impl Registry {
     }
 
     /// Removes entries of that name; all that match, or none.
-    pub(super) fn unload(
-        &self,
-        name: &str,
-        role: Option<&str>,
-        device: Option<DeviceId>,
-        force: bool,
-    ) -> Result<(), Refused> {
+    pub(super) fn unload(&self, unload: &Unload) -> Result<(), Refused> {
         let mut table = lock(&self.table);
         let matching: Vec<EntryId> = table
             .iter()
-            .filter(|(id, slot)| {
-                id.name == name
-                    && role.is_none_or(|role| role == id.role)
-                    && device.is_none_or(|device| device == id.device)
-                    && (slot.ready.is_some() || slot.loading.is_some() || slot.failed.is_some())
-            })
+            .filter(|(id, slot)| unload.means(id, slot))
             .map(|(id, _)| id.clone())
             .collect();
         if matching.is_empty() {
-            let mut what = format!("`{name}`");
-            if let Some(role) = role {
-                what.push_str(&format!(" in role `{role}`"));
-            }
-            if let Some(device) = device {
-                what.push_str(&format!(" on {device}"));
-            }
-            return Err(Refused::new(
-                Refusal::NoEntry,
-                format!("no entry {what} is held; {}", words::nearest(&table, name)),
-            ));
+            return Err(words::nothing_to_unload(&table, unload));
         }
-        if !force {
+        if !unload.force {
             for id in &matching {
                 words::in_use(id, &table[id])?;
             }
@@ -337,6 +353,20 @@ impl Registry {
             }
         }
         Ok(())
+    }
+
+    /// Tells everybody who holds what `unload` means that it is wanted back.
+    pub(super) fn want_back(&self, unload: &Unload) {
+        let table = lock(&self.table);
+        let matching = table.iter().filter(|(id, slot)| unload.means(id, slot));
+        matching
+            .filter_map(|(_, slot)| slot.ready.as_ref())
+            .for_each(|ready| want_back(&ready.holders));
+    }
+
+    /// Changes whenever a lease has ended.
+    pub(super) fn ended(&self) -> watch::Receiver<u64> {
+        self.ended.subscribe()
     }
 
     /// One page of entries after `after`, and whether there are more.
@@ -380,6 +410,26 @@ impl Registry {
         slot.failed = failed;
         slot.loading = None;
         true
+    }
+}
+
+impl Unload {
+    fn means(&self, id: &EntryId, slot: &Entry) -> bool {
+        let ready = slot.ready.as_ref().map(|ready| ready.epoch.id);
+        id.name == self.name
+            && self.role.as_ref().is_none_or(|role| *role == id.role)
+            && self.device.is_none_or(|device| device == id.device)
+            && match self.epoch {
+                Some(epoch) => ready == Some(epoch),
+                None => ready.is_some() || slot.loading.is_some() || slot.failed.is_some(),
+            }
+    }
+}
+
+impl Lease {
+    /// Waits until somebody wants the memory back.
+    pub(super) async fn wanted(&self) {
+        self.wanted.notified().await;
     }
 }
 
@@ -505,6 +555,8 @@ impl Drop for Lease {
         if slot.is_empty() {
             table.remove(&self.entry);
         }
+        drop(table);
+        self.registry.ended.send_modify(|count| *count += 1);
     }
 }
 

@@ -1,7 +1,7 @@
 //! One connection's life: requests in, replies out, and at most one lease or one announced load.
 //! A peer that is silent, slow, or talks nonsense costs its own connection only.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::process::Process;
-use super::registry::{Epoch, Found, Lease, Load, Refused};
+use super::registry::{Epoch, Found, Lease, Load, Refused, Unload};
 use super::wire::Wire;
 use super::words::{check_entry, check_word, printable};
 use super::workers::State;
@@ -17,7 +17,7 @@ use super::{Context, lock, offer};
 use crate::protocol::{
     self, EntryId, EpochId, LoadRequest, MAX_WAIT, Progress, ProtocolError, Refusal, Reply, Request,
 };
-use crate::socket::{Peer, SocketError};
+use crate::socket::{Peer, SocketError, send_now};
 
 /// Between two [`Reply::Loading`]: at least, while there is news, and at most, while there is none.
 const NEWS: Duration = Duration::from_millis(100);
@@ -40,7 +40,7 @@ struct Session {
 
 /// A lease, and the process that it ends with.
 struct Held {
-    _lease: Lease,
+    lease: Lease,
     process: Process,
 }
 
@@ -48,6 +48,14 @@ struct Held {
 struct Announced {
     load: Load,
     worker: Option<watch::Receiver<State>>,
+}
+
+/// What a session waits for between two requests.
+enum Event {
+    Packet(Vec<u8>, Vec<OwnedFd>),
+    /// The memory that this peer holds is wanted back.
+    Wanted,
+    End,
 }
 
 /// Serves one peer until either side has had enough.
@@ -86,8 +94,29 @@ impl Session {
         self.context.limits.step
     }
 
-    /// The next packet; `None` when the connection is to end.
+    /// The next packet; `None` when the connection is to end. Meanwhile a lease's holder is told when
+    /// its memory is wanted back.
     async fn next_packet(&mut self) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
+        loop {
+            match self.next_event().await {
+                Event::Packet(packet, fds) => return Some((packet, fds)),
+                Event::Wanted => self.say_sweep(),
+                Event::End => return None,
+            }
+        }
+    }
+
+    /// Does not wait: a peer whose queue is full has not read the last ones either.
+    fn say_sweep(&self) {
+        let sent = protocol::encode(&Reply::Sweep)
+            .map_err(|e| e.to_string())
+            .and_then(|p| send_now(self.wire.as_fd(), &p, &[]).map_err(|e| e.to_string()));
+        if let Err(e) = sent {
+            tracing::debug!("asking process {} for memory: {e}", self.peer.pid);
+        }
+    }
+
+    async fn next_event(&mut self) -> Event {
         let patience = match (&self.lease, &self.load) {
             (Some(_), _) => None,
             (None, Some(_)) => Some(self.context.limits.worker_silence),
@@ -105,6 +134,12 @@ impl Session {
                 None => std::future::pending().await,
             }
         };
+        let wanted = async {
+            match &self.lease {
+                Some(held) => held.lease.wanted().await,
+                None => std::future::pending().await,
+            }
+        };
         let abandoned = async {
             match &mut self.load {
                 Some(announced) => announced.load.abandoned().await,
@@ -113,15 +148,16 @@ impl Session {
         };
         let received = tokio::select! {
             biased;
-            () = stopped(&self.context) => return None,
+            () = stopped(&self.context) => return Event::End,
             received = self.wire.receive() => received,
             () = ended => {
                 tracing::info!("process {} has ended, and its lease with it", self.peer.pid);
-                return None;
+                return Event::End;
             }
+            () = wanted => return Event::Wanted,
             refused = abandoned => {
                 let _ = self.refuse_and_close(refused).await;
-                return None;
+                return Event::End;
             }
             () = silence => {
                 tracing::debug!("process {} said nothing in time", self.peer.pid);
@@ -129,12 +165,12 @@ impl Session {
                     let silence = self.context.limits.worker_silence;
                     load.fail(format!("the worker said nothing for {silence:?}"));
                 }
-                return None;
+                return Event::End;
             }
         };
         match received {
-            Ok(packet) => Some(packet),
-            Err(SocketError::Closed) => None,
+            Ok((packet, fds)) => Event::Packet(packet, fds),
+            Err(SocketError::Closed) => Event::End,
             Err(e) => {
                 let code = match e {
                     SocketError::DescriptorsLost { .. } => Refusal::Busy,
@@ -143,7 +179,7 @@ impl Session {
                 let _ = self
                     .refuse_and_close(Refused::new(code, e.to_string()))
                     .await;
-                None
+                Event::End
             }
         }
     }
@@ -188,15 +224,17 @@ impl Session {
                 name,
                 role,
                 device,
+                epoch,
                 force,
             } => {
-                let unloaded = check_word("name", &name)
-                    .and_then(|()| role.iter().try_for_each(|role| check_word("role", role)))
-                    .and_then(|()| {
-                        let registry = &self.context.registry;
-                        registry.unload(&name, role.as_deref(), device, force)
-                    });
-                self.answer(unloaded).await
+                let unload = Unload {
+                    name,
+                    role,
+                    device,
+                    epoch,
+                    force,
+                };
+                self.unload(&unload).await
             }
             Request::Stop => self.stop().await,
             Request::Load(request) => self.start_load(request).await,
@@ -311,10 +349,7 @@ impl Session {
         match received {
             Ok((packet, fds)) => match protocol::decode(&packet) {
                 Ok(Request::Received) if fds.is_empty() => {
-                    self.lease = Some(Held {
-                        _lease: lease,
-                        process,
-                    });
+                    self.lease = Some(Held { lease, process });
                     Ok(())
                 }
                 Ok(_) => {
@@ -325,6 +360,46 @@ impl Session {
             },
             Err(e) => self.give_up("waiting for descriptors to be received", &e),
         }
+    }
+
+    async fn unload(&mut self, unload: &Unload) -> Flow {
+        let words = check_word("name", &unload.name)
+            .and_then(|()| (unload.role.iter()).try_for_each(|role| check_word("role", role)));
+        if let Err(refused) = words {
+            return self.refuse(refused).await;
+        }
+        let registry = self.context.registry.clone();
+        let mut ended = registry.ended();
+        let mut unloaded = registry.unload(unload);
+        let in_use =
+            |result: &Result<(), Refused>| matches!(result, Err(r) if r.code == Refusal::InUse);
+        if !in_use(&unloaded) {
+            return self.answer(unloaded).await;
+        }
+        // Some may have dropped their weights without a sweep since: they can let go now.
+        registry.want_back(unload);
+        let deadline = Instant::now() + self.step() / 2;
+        while in_use(&unloaded) {
+            tokio::select! {
+                // A stop ends leases too: that one is no reason to unload.
+                biased;
+                () = stopped(&self.context) => {
+                    let refused = Refused::new(Refusal::Stopping, "the daemon is stopping");
+                    return self.refuse_and_close(refused).await;
+                }
+                received = self.wire.receive() => {
+                    if matches!(received, Err(SocketError::Closed)) {
+                        return Err(Close);
+                    }
+                    let refused = bad("a message came while this peer was waiting for an answer");
+                    return self.refuse_and_close(refused).await;
+                }
+                () = sleep_until(deadline) => break,
+                // The sender lives in the registry itself, so waiting cannot fail.
+                _ = ended.changed() => unloaded = registry.unload(unload),
+            }
+        }
+        self.answer(unloaded).await
     }
 
     async fn announce(&mut self, entry: EntryId, bytes: u64) -> Flow {

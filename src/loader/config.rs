@@ -22,6 +22,8 @@ pub struct IpcConfig {
     pub(super) wait: bool,
     pub(super) strict: bool,
     pub(super) verify: bool,
+    pub(super) copy: bool,
+    pub(super) hand_off: bool,
     pub(super) allow_uids: Vec<u32>,
 }
 
@@ -52,7 +54,9 @@ pub const OPTIONS: &[&str] = &[
     "allow_uid",
     "checkpoint",
     "connect_timeout",
+    "copy",
     "epoch",
+    "hand_off",
     "role",
     "root",
     "socket_dir",
@@ -81,6 +85,8 @@ impl IpcConfig {
             wait: true,
             strict: false,
             verify: false,
+            copy: false,
+            hand_off: false,
             allow_uids: Vec::new(),
         }
     }
@@ -151,10 +157,32 @@ impl IpcConfig {
         self
     }
 
+    /// Copies every tensor into memory of candle's own at attach, and lets the shared memory and the lease go.
+    ///
+    /// The engine then takes the weights' size a second time, and may write to them. A type that candle has
+    /// no tensor for is copied where the processor can read it, on the host.
+    pub fn copy(mut self, copy: bool) -> Self {
+        self.copy = copy;
+        self
+    }
+
+    /// Copies (see [`IpcConfig::copy`]), then asks the daemon to unload the epoch that was copied. It does
+    /// so unless somebody else holds it or loads its successor; [`Report::hand_off`](super::Report::hand_off)
+    /// says which.
+    pub fn hand_off(mut self, hand_off: bool) -> Self {
+        self.hand_off = hand_off;
+        self
+    }
+
     /// Accepts a daemon that runs as this user too.
     pub fn allow_uid(mut self, uid: u32) -> Self {
         self.allow_uids.push(uid);
         self
+    }
+
+    /// Whether the engine is to have weights of its own.
+    pub(super) fn copies(&self) -> bool {
+        self.copy || self.hand_off
     }
 
     /// Sets one option from text, for instance from a command line: `option("connect_timeout", "5s")`.
@@ -180,6 +208,8 @@ impl IpcConfig {
             }
             "checkpoint" => self.checkpoint(value),
             "connect_timeout" => self.connect_timeout(duration()?),
+            "copy" => self.copy(flag()?),
+            "hand_off" => self.hand_off(flag()?),
             "epoch" => self.epoch(
                 value
                     .parse()
@@ -216,6 +246,7 @@ fn parse_duration(text: &str) -> Option<Duration> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -230,7 +261,7 @@ mod tests {
         }
         let error = IpcConfig::new("m")
             .option("conect_timeout", "5s")
-            .unwrap_err();
+            .expect_err("a misspelt option");
         let text = error.to_string();
         assert!(
             text.contains("`conect_timeout`") && text.contains("connect_timeout"),

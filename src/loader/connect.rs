@@ -1,18 +1,15 @@
 //! The engine's side of an attach: find the daemon, see who it is, ask, and take the descriptors.
-//! The connection stays open afterwards: it is the [`Lease`].
+//! The connection stays open afterwards: it becomes the [`Lease`](super::lease::Lease).
 
 use std::os::fd::OwnedFd;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::config::IpcConfig;
 use super::error::{AttachError, Tried};
 use crate::manifest::MAX_SLABS;
 use crate::protocol::{EntryId, EpochId, Progress, Reply, Request, STEP};
-use crate::socket::{self, Connection, Peer, SocketError, folder};
-
-/// The user that a namespace shows for every user it has no number for.
-const OVERFLOW_UID: u32 = 65534;
+use crate::socket::folder::{for_engine_allowing, peer_allowed};
+use crate::socket::{self, Connection, Peer, SocketError};
 
 /// What the daemon gave.
 #[derive(Debug)]
@@ -28,17 +25,20 @@ pub(super) struct Given {
 pub(super) fn connect(config: &IpcConfig, end: Instant) -> Result<Connection, AttachError> {
     socket::raise_descriptor_limit();
     let mut tried = Vec::new();
-    for path in folder::for_engine(config.socket_dir.as_deref())? {
+    let allow = &config.allow_uids;
+    for path in for_engine_allowing(config.socket_dir.as_deref(), allow)? {
         let left = end.saturating_duration_since(Instant::now());
-        let connected = Connection::connect(&path, left)
-            .and_then(|c| check_peer(&c, &config.allow_uids).map(|()| c));
+        let connected = Connection::connect(&path, left).and_then(|connection| {
+            peer_allowed(&Peer::of(&connection)?, allow, &path)?;
+            Ok(connection)
+        });
         match connected {
             Ok(connection) => return Ok(connection),
             Err(source @ SocketError::Deadline(_)) => {
                 return Err(AttachError::Socket {
                     path,
                     step: "connecting to the daemon",
-                    source,
+                    source: Box::new(source),
                 });
             }
             Err(error) => tried.push(Tried { path, error }),
@@ -52,20 +52,6 @@ pub(super) fn connect(config: &IpcConfig, end: Instant) -> Result<Connection, At
     })
 }
 
-fn check_peer(connection: &Connection, allowed: &[u32]) -> Result<(), SocketError> {
-    let theirs = Peer::of(connection)?.uid;
-    let ours = rustix::process::geteuid().as_raw();
-    // The overflow uid stands for many users, so that even being equal to it proves nothing.
-    if (theirs == ours && theirs != OVERFLOW_UID) || allowed.contains(&theirs) {
-        return Ok(());
-    }
-    Err(SocketError::OtherUser {
-        path: connection.path().to_path_buf(),
-        theirs,
-        ours,
-    })
-}
-
 /// Asks for the entry's descriptors, waits while it loads, and acknowledges them.
 pub(super) fn request(
     connection: Connection,
@@ -76,7 +62,11 @@ pub(super) fn request(
     let path = connection.path().to_path_buf();
     let broken = |step| {
         let path = path.clone();
-        move |source| AttachError::Socket { path, step, source }
+        move |source| AttachError::Socket {
+            path,
+            step,
+            source: Box::new(source),
+        }
     };
     let bad = |what: String| AttachError::BadAnswer {
         path: path.clone(),
@@ -93,9 +83,11 @@ pub(super) fn request(
         epoch: config.epoch,
         wait,
     };
-    connection
-        .send(&ask, &[], left(end))
-        .map_err(broken("asking the daemon"))?;
+    match connection.send(&ask, &[], left(end)) {
+        // A daemon that refuses may have said so and closed before it was asked: read on.
+        Ok(()) | Err(SocketError::Closed) => {}
+        Err(source) => return Err(broken("asking the daemon")(source)),
+    }
 
     // While the entry loads, the daemon's own word that the wait is over should come first.
     let loaded_by = Instant::now() + wait + STEP;
@@ -121,9 +113,7 @@ pub(super) fn request(
                 return Err(AttachError::StillLoading {
                     entry: entry.clone(),
                     waited: wait,
-                    phase: progress.phase.clone(),
-                    done: progress.done,
-                    total: progress.total,
+                    progress: Box::new(progress.clone()),
                 });
             }
             (Err(SocketError::Deadline(_)), None) => {
@@ -177,49 +167,38 @@ pub(super) fn request(
     })
 }
 
-/// The open connection that says to the daemon: these weights are in use here.
-///
-/// It ends in good order when the last holder is gone, or earlier by [`Lease::end`].
-#[derive(Debug)]
-pub(super) struct Lease {
-    connection: Mutex<Option<Connection>>,
-}
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::path::Path;
 
-impl Lease {
-    pub(super) fn new(connection: Connection) -> Self {
-        Self {
-            connection: Mutex::new(Some(connection)),
-        }
-    }
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-    /// Whether the daemon is gone. Does not wait.
-    pub(super) fn daemon_lost(&self) -> bool {
-        self.lock().as_ref().is_none_or(Connection::is_closed)
-    }
+    use super::*;
+    use crate::protocol::Refusal;
+    use crate::slab::DeviceId;
 
-    /// Says goodbye within `timeout` and closes the connection. The second call does nothing.
-    ///
-    /// # Errors
-    /// When the daemon is gone or does not read; the connection is closed all the same.
-    pub(super) fn end(&self, timeout: Duration) -> Result<(), SocketError> {
-        match self.lock().take() {
-            Some(connection) => connection.send(&Request::Goodbye, &[], timeout),
-            None => Ok(()),
-        }
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Connection>> {
-        self.connection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        // Best effort, without a wait: the daemon also sees the connection close.
-        if let Err(e) = self.end(Duration::ZERO) {
-            tracing::debug!("saying goodbye to the daemon: {e}");
-        }
+    #[test]
+    fn a_refusal_from_a_daemon_that_has_closed_already_is_still_read() {
+        let flags = SocketFlags::CLOEXEC;
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let path = Path::new("daemon.sock");
+        let daemon = Connection::from_fd(theirs, path);
+        let busy = Reply::Refused {
+            code: Refusal::Busy,
+            reason: "at its limit".into(),
+        };
+        daemon.send(&busy, &[], STEP).unwrap();
+        drop(daemon);
+        let entry = EntryId::new("m", DeviceId::Host);
+        let config = IpcConfig::new("m");
+        let end = Instant::now() + STEP;
+        let error = request(Connection::from_fd(ours, path), &entry, &config, end).unwrap_err();
+        let code = match error {
+            AttachError::Refused { code, .. } => code,
+            other => panic!("{other}"),
+        };
+        assert_eq!(code, Refusal::Busy);
     }
 }

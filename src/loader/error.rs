@@ -9,7 +9,7 @@ use candle_core::DType;
 use super::identity::Mismatch;
 use crate::checkpoint::CheckpointError;
 use crate::manifest::{ElementType, ManifestError};
-use crate::protocol::{EntryId, EpochId, Refusal};
+use crate::protocol::{EntryId, EpochId, Progress, Refusal};
 use crate::slab::{DeviceId, SlabError};
 use crate::socket::SocketError;
 use crate::socket::folder::FolderError;
@@ -46,7 +46,7 @@ pub enum AttachError {
     },
     /// The folder that should hold the socket cannot be used.
     #[error(transparent)]
-    Folder(#[from] FolderError),
+    Folder(Box<FolderError>),
     /// The exchange with the daemon broke off.
     #[error("{step} at {}: {source}", path.display())]
     Socket {
@@ -55,24 +55,21 @@ pub enum AttachError {
         /// What the engine was doing.
         step: &'static str,
         /// What went wrong.
-        source: SocketError,
+        source: Box<SocketError>,
     },
     /// The entry did not become ready in time.
     #[error(
-        "{entry} was still loading after {waited:?} ({phase}, {done} of {total} bytes): give it longer \
-         (`IpcConfig::state_timeout`), or see `candle-cache status`"
+        "{entry} was still loading after {waited:?} ({}, {} of {} bytes): give it longer (`IpcConfig::state_timeout`), \
+         or see `candle-cache status`",
+        progress.phase, progress.done, progress.total
     )]
     StillLoading {
         /// The entry.
         entry: EntryId,
         /// How long the engine waited.
         waited: Duration,
-        /// What the worker was doing.
-        phase: String,
-        /// Bytes done in that phase.
-        done: u64,
-        /// Bytes to do in that phase.
-        total: u64,
+        /// How far the load had come.
+        progress: Box<Progress>,
     },
     /// The daemon refused.
     #[error("{entry} was refused: {reason}")]
@@ -109,7 +106,7 @@ pub enum AttachError {
         /// The entry.
         entry: EntryId,
         /// What is wrong with it.
-        source: ManifestError,
+        source: Box<ManifestError>,
     },
     /// A received descriptor is no slab, or could not be mapped.
     #[error("the memory of {entry}: {source}")]
@@ -117,7 +114,7 @@ pub enum AttachError {
         /// The entry.
         entry: EntryId,
         /// What is wrong with it.
-        source: SlabError,
+        source: Box<SlabError>,
     },
     /// The entry holds other weights than the engine means.
     #[error(transparent)]
@@ -139,14 +136,26 @@ pub enum AttachError {
         /// The entry.
         entry: EntryId,
         /// What is wrong with the checkpoint.
-        source: CheckpointError,
+        source: Box<CheckpointError>,
     },
     /// The weights are damaged, or of no use as tensors.
     #[error(transparent)]
-    Tensor(#[from] TensorError),
-    /// The device cannot be used, or not by this build.
+    Tensor(Box<TensorError>),
+    /// That device cannot be attached on.
     #[error(transparent)]
-    Device(SlabError),
+    Device(Box<SlabError>),
+}
+
+impl From<FolderError> for AttachError {
+    fn from(e: FolderError) -> Self {
+        Self::Folder(Box::new(e))
+    }
+}
+
+impl From<TensorError> for AttachError {
+    fn from(e: TensorError) -> Self {
+        Self::Tensor(Box::new(e))
+    }
 }
 
 impl From<AttachError> for candle_core::Error {
@@ -188,7 +197,10 @@ pub enum GetError {
     #[error("{0}")]
     NoTensor(String),
     /// The tensor's bytes cannot be read in place.
-    #[error("the bytes of tensor `{name}` lie on {device} and cannot be read in place from here")]
+    #[error(
+        "the bytes of tensor `{name}` on {device} cannot be read in place, because they lie in a GPU's memory or in a \
+         copy that is candle's own: ask for the tensor"
+    )]
     NotReadable {
         /// The tensor.
         name: String,

@@ -156,7 +156,7 @@ pub(super) fn prove(
 fn by_checkpoint(path: &Path, entry: &EntryId, manifest: &Manifest) -> Result<Proof, AttachError> {
     let unproven = |source| AttachError::Unproven {
         entry: entry.clone(),
-        source,
+        source: Box::new(source),
     };
     let checkpoint = Checkpoint::open(path, &Options::default()).map_err(unproven)?;
     let sources = &manifest.key.sources;
@@ -202,7 +202,7 @@ fn by_sources(entry: &EntryId, manifest: &Manifest) -> Result<Proof, AttachError
     };
     let unproven = |source| AttachError::Unproven {
         entry: entry.clone(),
-        source,
+        source: Box::new(source),
     };
     let mut opened: Vec<Checkpoint> = Vec::new();
     for (source, state) in sources.iter().zip(&states) {

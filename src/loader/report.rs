@@ -10,7 +10,7 @@ use candle_core::DType;
 
 use super::identity::Proof;
 use crate::manifest::ElementType;
-use crate::protocol::{EntryId, EpochId};
+use crate::protocol::{EntryId, EpochId, Refusal};
 
 /// An attach and its consequences so far. `Display` is one line for each thing worth knowing.
 #[derive(Clone, Debug)]
@@ -31,6 +31,10 @@ pub struct Report {
     pub memory_bytes: u64,
     /// What the attach took.
     pub took: Took,
+    /// Whether the tensors are copies of this engine's own: no memory is shared, and no lease held.
+    pub copy: bool,
+    /// What came of asking the daemon to unload the entry; `None`: nobody asked.
+    pub hand_off: Option<HandOff>,
     /// Bytes that were copied into this process's own memory to make tensors.
     pub copied_bytes: u64,
     /// Conversions from a stored type to another dtype.
@@ -52,8 +56,40 @@ pub struct Took {
     pub identity: Duration,
     /// Hashing the weights, where that was asked for.
     pub verify: Duration,
+    /// Copying the weights and leaving, where that was asked for.
+    pub copy: Duration,
     /// All of it.
     pub total: Duration,
+}
+
+/// What came of asking the daemon to unload an entry that was copied.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum HandOff {
+    /// The daemon holds it no more.
+    Unloaded,
+    /// The daemon keeps it.
+    Kept {
+        /// What kind of refusal: [`Refusal::InUse`] where somebody else holds it.
+        code: Refusal,
+        /// The daemon's reason.
+        reason: String,
+    },
+    /// The daemon's answer did not come.
+    Unknown {
+        /// Why.
+        why: String,
+    },
+}
+
+impl fmt::Display for HandOff {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unloaded => f.write_str("unloaded"),
+            Self::Kept { reason, .. } => write!(f, "kept by the daemon: {reason}"),
+            Self::Unknown { why } => write!(f, "not known: {why}"),
+        }
+    }
 }
 
 /// Conversions of one kind.
@@ -78,6 +114,7 @@ impl fmt::Display for Report {
             map,
             identity,
             verify,
+            copy,
             total,
         } = self.took;
         writeln!(f, "entry     {}, epoch {}", self.entry, self.epoch)?;
@@ -94,14 +131,23 @@ impl fmt::Display for Report {
         )?;
         writeln!(
             f,
-            "weights   {} tensors, {} bytes shared",
-            self.tensors, self.memory_bytes
+            "weights   {} tensors, {} bytes {}",
+            self.tensors,
+            self.memory_bytes,
+            if self.copy {
+                "at the daemon; copied, nothing is shared"
+            } else {
+                "shared"
+            }
         )?;
         writeln!(
             f,
             "attach    {total:.1?}: connect {connect:.1?}, receive {receive:.1?}, decode {decode:.1?}, map {map:.1?}, \
-             identity {identity:.1?}, verify {verify:.1?}"
+             identity {identity:.1?}, verify {verify:.1?}, copy {copy:.1?}"
         )?;
+        if let Some(hand_off) = &self.hand_off {
+            writeln!(f, "hand-off  {hand_off}")?;
+        }
         write!(f, "copied    {} bytes", self.copied_bytes)?;
         for Cast {
             stored,

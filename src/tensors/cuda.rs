@@ -124,30 +124,6 @@ impl CudaWeights {
         })
     }
 
-    /// A copy of an entry in memory of candle's own, on the GPU that holds the entry. Queued on `device`'s
-    /// stream: synchronize before the weights are let go.
-    ///
-    /// # Errors
-    /// As [`MappedWeights::plain`], and when there is no room.
-    pub fn copied(&self, index: usize, device: &Device) -> Result<Tensor, TensorError> {
-        let tensor = self.plain(index, device)?.tensor;
-        let entry = &self.manifest.tensors[index];
-        let Some(cuda) = self.in_place_for(entry, device) else {
-            return Ok(tensor);
-        };
-        // Not `Tensor::copy`: its copy would live on the slice's own context, and count as a use.
-        let copy = || {
-            let (storage, _) = tensor.storage_and_layout();
-            let Storage::Cuda(storage) = &*storage else {
-                candle_core::bail!("not on a GPU")
-            };
-            let slice = clone_onto(&storage.slice, &cuda.cuda_stream())
-                .map_err(candle_core::Error::wrap)?;
-            Ok(tensor_of(slice, tensor.dims().to_vec(), cuda))
-        };
-        copy().map_err(|source| candle(entry, source))
-    }
-
     /// `device`, where an entry can be served on it as it lies.
     fn in_place_for<'a>(&self, entry: &TensorEntry, device: &'a Device) -> Option<&'a CudaDevice> {
         let here = self.mapped.as_ref()?.mapping.gpu().ordinal;
@@ -169,15 +145,15 @@ impl CudaWeights {
         })
     }
 
-    fn host_bytes(&self, entry: &TensorEntry) -> Result<Vec<u8>, TensorError> {
-        let mut bytes = vec![0; entry.bytes as usize];
-        if !bytes.is_empty() {
-            let mapping = &self.mapped(entry)?.mapping;
-            mapping
-                .read(entry.slab as usize, entry.offset, &mut bytes)
-                .map_err(|source| memory(entry, source))?;
+    /// Brings an entry's bytes to the host.
+    fn read_into(&self, entry: &TensorEntry, into: &mut [u8]) -> Result<(), TensorError> {
+        if into.is_empty() {
+            return Ok(());
         }
-        Ok(bytes)
+        let mapping = &self.mapped(entry)?.mapping;
+        mapping
+            .read(entry.slab as usize, entry.offset, into)
+            .map_err(|source| memory(entry, source))
     }
 
     fn in_place(
@@ -268,7 +244,8 @@ impl MappedWeights for CudaWeights {
             return Ok(Plain { tensor, copied: 0 });
         }
         let shape = shape_of(entry)?;
-        let bytes = self.host_bytes(entry)?;
+        let mut bytes = vec![0; entry.bytes as usize];
+        self.read_into(entry, &mut bytes)?;
         let tensor = if entry.element == ElementType::U16 {
             let pairs = bytes.chunks_exact(2);
             let wide: Vec<u32> = pairs
@@ -307,6 +284,29 @@ impl MappedWeights for CudaWeights {
 
     fn bytes(&self, _: usize) -> Option<&[u8]> {
         None
+    }
+
+    fn copied(&self, index: usize, device: &Device) -> Result<Tensor, TensorError> {
+        let tensor = self.plain(index, device)?.tensor;
+        let entry = &self.manifest.tensors[index];
+        let Some(cuda) = self.in_place_for(entry, device) else {
+            return Ok(tensor);
+        };
+        // Not `Tensor::copy`: its copy would live on the slice's own context, and count as a use.
+        let copy = || {
+            let (storage, _) = tensor.storage_and_layout();
+            let Storage::Cuda(storage) = &*storage else {
+                candle_core::bail!("not on a GPU")
+            };
+            let slice = clone_onto(&storage.slice, &cuda.cuda_stream())
+                .map_err(candle_core::Error::wrap)?;
+            Ok(tensor_of(slice, tensor.dims().to_vec(), cuda))
+        };
+        copy().map_err(|source| candle(entry, source))
+    }
+
+    fn read(&self, index: usize, into: &mut [u8]) -> Result<(), TensorError> {
+        self.read_into(&self.manifest.tensors[index], into)
     }
 
     fn verify(&self) -> Result<(), TensorError> {

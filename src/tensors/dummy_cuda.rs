@@ -41,14 +41,6 @@ impl CudaWeights {
             "this build has no CUDA tensors: build the engine with `--features cuda`".into(),
         ))
     }
-
-    /// Cannot be called: there is no value of this type.
-    ///
-    /// # Errors
-    /// Never.
-    pub fn copied(&self, _: usize, _: &Device) -> Result<Tensor, TensorError> {
-        match self.never {}
-    }
 }
 
 impl MappedWeights for CudaWeights {
@@ -61,6 +53,14 @@ impl MappedWeights for CudaWeights {
     }
 
     fn bytes(&self, _: usize) -> Option<&[u8]> {
+        match self.never {}
+    }
+
+    fn copied(&self, _: usize, _: &Device) -> Result<Tensor, TensorError> {
+        match self.never {}
+    }
+
+    fn read(&self, _: usize, _: &mut [u8]) -> Result<(), TensorError> {
         match self.never {}
     }
 

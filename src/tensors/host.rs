@@ -141,6 +141,15 @@ impl MappedWeights for HostWeights {
         Some(self.entry_bytes(&self.manifest.tensors[entry]))
     }
 
+    fn copied(&self, entry: usize, device: &Device) -> Result<Tensor, TensorError> {
+        Ok(self.plain(entry, device)?.tensor)
+    }
+
+    fn read(&self, entry: usize, into: &mut [u8]) -> Result<(), TensorError> {
+        into.copy_from_slice(self.entry_bytes(&self.manifest.tensors[entry]));
+        Ok(())
+    }
+
     fn verify(&self) -> Result<(), TensorError> {
         self.manifest.tensors.par_iter().try_for_each(|entry| {
             let bytes = self.entry_bytes(entry);

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
 mod children;
+mod engines;
 mod folder;
 mod leases;
 mod offers;

@@ -112,6 +112,7 @@ impl Daemon {
             name: name.into(),
             role: None,
             device: None,
+            epoch: None,
             force,
         };
         ask(&self.connect(), &unload)

@@ -17,6 +17,14 @@ fn offered(content: u8, layout: u8) -> Offered {
     }
 }
 
+fn unload(force: bool) -> Unload {
+    Unload {
+        name: "m".into(),
+        force,
+        ..Unload::default()
+    }
+}
+
 fn host(name: &str) -> EntryId {
     EntryId::new(name, DeviceId::Host)
 }
@@ -119,18 +127,38 @@ fn unload_takes_all_that_match_or_none() {
     let Ok(Found::Ready(_, lease)) = registry.find(&draft, None, 7) else {
         panic!("it is ready");
     };
-    let refused = registry.unload("m", None, None, false).unwrap_err();
+    let refused = registry.unload(&unload(false)).unwrap_err();
     assert_eq!(refused.code, Refusal::InUse);
     assert!(refused.reason.contains("1 engines (processes 7)"));
     assert_eq!(registry.page(None).0.len(), 2);
-    registry.unload("m", Some("target"), None, false).unwrap();
-    registry.unload("m", None, None, true).unwrap();
+    let target = Unload {
+        role: Some("target".into()),
+        ..unload(false)
+    };
+    registry.unload(&target).unwrap();
+    registry.unload(&unload(true)).unwrap();
     assert_eq!(registry.page(None).0[0].retired_bytes, 4);
-    assert_eq!(
-        code(registry.unload("m", None, None, true)),
-        Refusal::NoEntry
-    );
+    assert_eq!(code(registry.unload(&unload(true))), Refusal::NoEntry);
     drop(lease);
+    assert!(registry.page(None).0.is_empty());
+}
+
+#[test]
+fn an_epoch_that_was_replaced_is_not_there_to_be_unloaded() {
+    let registry = registry();
+    let publish = |content| {
+        let load = registry.announce(&host("m"), 1).unwrap();
+        load.publish(offered(content, 1)).unwrap().0
+    };
+    let (first, second) = (publish(1), publish(2));
+    let of_epoch = |epoch| Unload {
+        epoch: Some(epoch),
+        ..unload(true)
+    };
+    let refused = registry.unload(&of_epoch(first)).unwrap_err();
+    assert_eq!(refused.code, Refusal::NoEntry);
+    assert!(refused.reason.contains(&first.to_string()));
+    registry.unload(&of_epoch(second)).unwrap();
     assert!(registry.page(None).0.is_empty());
 }
 
@@ -139,10 +167,10 @@ fn an_offer_for_an_entry_that_was_unloaded_meanwhile_is_refused() {
     let registry = registry();
     let load = registry.announce(&host("m"), 1).unwrap();
     assert_eq!(
-        code(registry.unload("m", None, None, false)),
+        code(registry.unload(&unload(false))),
         Refusal::AlreadyLoading
     );
-    registry.unload("m", None, None, true).unwrap();
+    registry.unload(&unload(true)).unwrap();
     assert_eq!(code(load.publish(offered(1, 1))), Refusal::NoEntry);
     assert!(registry.page(None).0.is_empty());
 }
@@ -185,11 +213,28 @@ fn pages_hold_every_entry_once_and_fit_into_packets() {
         seen += entries.len();
         pages += 1;
         after = entries.last().map(|e| e.entry.clone());
-        protocol::encode(&Reply::Status { entries, more }).unwrap();
+        let reply = Reply::Status { entries, more };
+        let packet = protocol::encode(&reply).unwrap();
+        assert_eq!(protocol::decode::<Reply>(&packet).unwrap(), reply);
         if !more {
             break;
         }
     }
     assert_eq!(seen, 200);
     assert!(pages > 1);
+}
+
+#[test]
+fn a_page_of_the_shortest_entries_is_read_again() {
+    let registry = Arc::new(Registry::new(4096));
+    for i in 0..4096 {
+        let mut id = host(&format!("{i:x}"));
+        id.role = "r".into();
+        registry.announce(&id, 1).unwrap().fail("");
+    }
+    let (entries, more) = registry.page(None);
+    assert!(more);
+    let reply = Reply::Status { entries, more };
+    let packet = protocol::encode(&reply).unwrap();
+    assert_eq!(protocol::decode::<Reply>(&packet).unwrap(), reply);
 }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Entry, MAX_HOLDERS, Refused};
+use super::{Entry, MAX_HOLDERS, Refused, Unload};
 use crate::protocol::{EntryId, Refusal};
 
 /// Why an entry may not be unloaded without force.
@@ -14,7 +14,7 @@ pub(super) fn in_use(id: &EntryId, slot: &Entry) -> Result<(), Refused> {
             .holders
             .values()
             .take(MAX_HOLDERS)
-            .map(i32::to_string)
+            .map(|holder| holder.pid.to_string())
             .collect();
         if ready.holders.len() > MAX_HOLDERS {
             pids.push("…".into());
@@ -36,6 +36,24 @@ pub(super) fn in_use(id: &EntryId, slot: &Entry) -> Result<(), Refused> {
         ));
     }
     Ok(())
+}
+
+/// Says that there is nothing to unload, and what comes closest.
+pub(super) fn nothing_to_unload(table: &BTreeMap<EntryId, Entry>, unload: &Unload) -> Refused {
+    let mut what = format!("`{}`", unload.name);
+    if let Some(role) = &unload.role {
+        what.push_str(&format!(" in role `{role}`"));
+    }
+    if let Some(device) = unload.device {
+        what.push_str(&format!(" on {device}"));
+    }
+    if let Some(epoch) = unload.epoch {
+        what.push_str(&format!(" of epoch {epoch}"));
+    }
+    Refused::new(
+        Refusal::NoEntry,
+        format!("no entry {what} is held; {}", nearest(table, &unload.name)),
+    )
 }
 
 /// Tells a worker that its load is not wanted any more.
