@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use candle_ipc_cache::protocol::{Refusal, Reply, Request, STEP};
+use candle_ipc_cache::slab::cuda::CudaError;
 use candle_ipc_cache::socket::folder::{self, FolderError, peer_allowed};
 use candle_ipc_cache::socket::{Connection, Peer, SocketError};
 
@@ -21,6 +22,9 @@ pub enum ClientError {
     /// The conversation failed.
     #[error(transparent)]
     Socket(#[from] SocketError),
+    /// The GPU that was named cannot be found from here.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     /// The daemon refused.
     #[error("{reason}")]
     Refused {
@@ -40,7 +44,7 @@ impl ClientError {
         match self {
             Self::NoDaemon(_) => exit::NO_DAEMON,
             Self::Refused { .. } => exit::REFUSED,
-            Self::Folder(_) | Self::Socket(_) | Self::Unexpected(_) => exit::FAILED,
+            Self::Folder(_) | Self::Socket(_) | Self::Cuda(_) | Self::Unexpected(_) => exit::FAILED,
         }
     }
 

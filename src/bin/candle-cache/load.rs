@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 
 use candle_ipc_cache::checkpoint::{self, Checkpoint};
 use candle_ipc_cache::protocol::{EntryId, Progress};
-use candle_ipc_cache::slab::{DeviceId, NoSuchDevice, SlabError};
 use candle_ipc_cache::socket;
 use candle_ipc_cache::worker::{self, LoadOptions, TargetDtype, WorkerError};
 use clap::builder::FalseyValueParser;
@@ -16,6 +15,7 @@ use indicatif::{BinaryBytes, ProgressBar, ProgressStyle};
 use serde_json::json;
 
 use crate::client::{self, ClientError};
+use crate::device::DeviceArg;
 use crate::{Global, exit};
 
 /// Loads a model and publishes it.
@@ -29,7 +29,7 @@ pub struct Args {
     name: Option<String>,
     /// Where the memory is to lie: `host`, `cuda:N`, or a GPU's UUID.
     #[arg(long, env = "CANDLE_CACHE_DEVICE", default_value = "host")]
-    device: String,
+    device: DeviceArg,
     /// What float tensors are stored as: `stored` (as they are), `bf16`, `f16` or `f32`.
     #[arg(long, env = "CANDLE_CACHE_DTYPE", default_value_t = TargetDtype::Stored)]
     dtype: TargetDtype,
@@ -61,7 +61,6 @@ fn report(e: &anyhow::Error, global: &Global) -> u8 {
     }
     let (exit, refusal) = match e.downcast_ref() {
         Some(WorkerError::Refused { code, .. }) => (exit::REFUSED, Some(format!("{code:?}"))),
-        _ if e.is::<NoSuchDevice>() => (exit::USAGE, None),
         _ => (exit::FAILED, None),
     };
     eprintln!("candle-cache: {e:#}");
@@ -77,7 +76,7 @@ fn report(e: &anyhow::Error, global: &Global) -> u8 {
 
 fn load(args: &Args, global: &Global) -> anyhow::Result<()> {
     socket::raise_descriptor_limit();
-    let device = device(&args.device)?;
+    let device = args.device.to_fill()?;
     let variant = args.variant.clone();
     let checkpoint = Checkpoint::open(&args.model, &checkpoint::Options { variant })?;
     let options = LoadOptions {
@@ -129,17 +128,6 @@ fn load(args: &Args, global: &Global) -> anyhow::Result<()> {
     };
     result.print(&entry, global.json);
     Ok(())
-}
-
-fn device(text: &str) -> anyhow::Result<DeviceId> {
-    if text
-        .strip_prefix("cuda:")
-        .is_some_and(|n| n.parse::<u32>().is_ok())
-    {
-        let why = format!("{text}: this build has no CUDA slabs, only `host`");
-        return Err(SlabError::Device(why).into());
-    }
-    Ok(text.parse::<DeviceId>()?)
 }
 
 /// What came of it.

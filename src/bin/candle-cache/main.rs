@@ -12,6 +12,7 @@ use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 mod client;
+mod device;
 mod load;
 mod serve;
 mod status;

@@ -1,10 +1,11 @@
 //! `candle-cache unload`: removes an entry. Engines that have it mapped keep it.
 
 use candle_ipc_cache::protocol::Request;
-use candle_ipc_cache::slab::DeviceId;
 use clap::builder::FalseyValueParser;
 
-use crate::{Global, client, exit};
+use crate::client::{self, ClientError};
+use crate::device::DeviceArg;
+use crate::{Global, exit};
 
 /// Flags of `unload`.
 #[derive(Debug, clap::Args)]
@@ -15,9 +16,9 @@ pub struct Args {
     /// Only in this role
     #[arg(long, env = "CANDLE_CACHE_ROLE")]
     role: Option<String>,
-    /// Only on this device: host, or a GPU's UUID
+    /// Only on this device: host, cuda:N, or a GPU's UUID
     #[arg(long, env = "CANDLE_CACHE_DEVICE")]
-    device: Option<DeviceId>,
+    device: Option<DeviceArg>,
     /// Although engines hold it, or it is loading
     #[arg(long, env = "CANDLE_CACHE_FORCE", value_parser = FalseyValueParser::new())]
     force: bool,
@@ -25,15 +26,7 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> u8 {
-    let request = Request::Unload {
-        name: args.name.clone(),
-        role: args.role,
-        device: args.device,
-        force: args.force,
-    };
-    let result =
-        client::connect(global).and_then(|connection| client::ask_done(&connection, &request));
-    if let Err(e) = result {
+    if let Err(e) = unload(&args, global) {
         return e.report(global);
     }
     if global.json {
@@ -42,4 +35,14 @@ pub fn run(args: Args, global: &Global) -> u8 {
         println!("unloaded {}", args.name);
     }
     exit::DONE
+}
+
+fn unload(args: &Args, global: &Global) -> Result<(), ClientError> {
+    let request = Request::Unload {
+        name: args.name.clone(),
+        role: args.role.clone(),
+        device: args.device.map(DeviceArg::identity).transpose()?,
+        force: args.force,
+    };
+    client::ask_done(&client::connect(global)?, &request)
 }
