@@ -55,7 +55,11 @@ fn look() -> Result<(), CudaError> {
         // does at its start.
         match unsafe { libloading::Library::new(name) } {
             Ok(_) => return Ok(()),
-            Err(e) if why.is_empty() => why = e.to_string(),
+            // The loader's own words stand behind the error, not in it.
+            Err(e) if why.is_empty() => {
+                why = std::error::Error::source(&e)
+                    .map_or_else(|| e.to_string(), ToString::to_string);
+            }
             Err(_) => {}
         }
     }
