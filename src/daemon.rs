@@ -16,6 +16,7 @@ use crate::protocol::{self, LoadRequest, Refusal, Reply};
 use crate::socket::folder::{self, FolderError};
 use crate::socket::{self, Peer, SocketError, send_now};
 
+mod anchor;
 mod listener;
 mod offer;
 mod process;

@@ -5,6 +5,8 @@
 pub mod checkpoint;
 #[cfg(feature = "cli")]
 pub mod daemon;
+#[cfg(feature = "cli")]
+pub mod doctor;
 pub mod key;
 pub mod loader;
 pub mod manifest;

@@ -18,7 +18,7 @@ use plan::Plan;
 pub mod alias;
 mod convert;
 mod held;
-mod memory;
+pub(crate) mod memory;
 mod meter;
 pub mod plan;
 mod pool;

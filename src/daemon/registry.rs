@@ -12,6 +12,7 @@ use tokio::sync::{Notify, watch};
 
 mod words;
 
+use super::anchor::Watch;
 use super::lock;
 use super::offer::{Offered, Summary};
 use crate::protocol::{
@@ -84,6 +85,7 @@ struct Holder {
 struct Ready {
     epoch: Arc<Epoch>,
     holders: Holders,
+    _watch: Option<Watch>,
 }
 
 /// What engines still hold of an epoch whose descriptors are gone from here.
@@ -121,7 +123,7 @@ impl Entry {
     }
 
     fn retire(&mut self) {
-        if let Some(Ready { epoch, holders }) = self.ready.take()
+        if let Some(Ready { epoch, holders, .. }) = self.ready.take()
             && !holders.is_empty()
         {
             want_back(&holders);
@@ -369,6 +371,27 @@ impl Registry {
         self.ended.subscribe()
     }
 
+    /// The GPU of `entry` is gone, says the anchor of its `epoch`: so are all entries on it, and what engines hold of
+    /// them is no memory any more.
+    pub(super) fn lose(&self, entry: &EntryId, epoch: EpochId) {
+        let device = entry.device;
+        let mut table = lock(&self.table);
+        let there = table.get(entry).and_then(|slot| slot.ready.as_ref());
+        if there.is_none_or(|ready| ready.epoch.id != epoch) {
+            return;
+        }
+        for (id, slot) in table.iter_mut().filter(|(id, _)| id.device == device) {
+            slot.retired.clear();
+            if slot.ready.take().is_some() {
+                let reason =
+                    format!("{device} is gone (its device file hung up): load the model again");
+                tracing::error!("{id} is lost: {reason}");
+                slot.failed = Some(reason);
+            }
+        }
+        table.retain(|_, slot| !slot.is_empty());
+    }
+
     /// One page of entries after `after`, and whether there are more.
     pub(super) fn page(&self, after: Option<&EntryId>) -> (Vec<EntryStatus>, bool) {
         use std::ops::Bound::{Excluded, Unbounded};
@@ -518,9 +541,15 @@ impl Load {
             epoch.summary.tensors,
             epoch.summary.memory_bytes
         );
+        // It cannot find the table without this epoch: the table is locked until the epoch stands there.
+        let watch = epoch.anchor.as_ref().and_then(|anchor| {
+            let registry = Arc::downgrade(&self.registry);
+            Watch::start(registry, self.entry.clone(), id, anchor)
+        });
         slot.ready = Some(Ready {
             epoch: Arc::new(epoch),
             holders: Holders::new(),
+            _watch: watch,
         });
         Ok((id, false))
     }

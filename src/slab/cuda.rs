@@ -8,12 +8,14 @@
 
 mod driver;
 mod error;
+mod facts;
 mod gpu;
 mod mapping;
 mod vmm;
 mod writer;
 
 pub use error::{CudaError, Visible};
+pub use facts::{ComputeMode, Facts, Version, driver_version};
 pub use gpu::{Gpu, find, gpu, gpus, resolve};
 pub use mapping::CudaMapping;
 pub use writer::CudaWriter;

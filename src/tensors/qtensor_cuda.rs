@@ -135,22 +135,24 @@ impl Adopted {
 /// Puts candle's own values back into a tensor, so that dropping it frees what candle took.
 fn restore(tensor: &mut QTensor, layout: Layout, ours: Values, seed: Values) -> Result<(), String> {
     let words = words(tensor).map_err(|e| format!("{e:?}"))?;
-    // The storage is a field of the tensor, somewhere: found by the one word that is our address.
-    let start = only(&words, ours[0])
-        .and_then(|hit| hit.checked_sub(layout.0[0]))
-        .ok_or("its address was not found once")?;
-    let found = layout.0.map(|i| words.get(start + i).copied());
-    if found != ours.map(Some) {
-        return Err(format!("it holds {found:x?} where {ours:x?} was put"));
+    // The storage is a field of the tensor, somewhere. Our address alone may stand in padding too, left there by
+    // a move: the place is the one where all three words are ours, and where candle sees what is put back.
+    let last = layout.0.into_iter().max().unwrap_or_default();
+    let starts = 0..words.len().saturating_sub(last);
+    for start in starts.filter(|start| layout.0.map(|i| words[start + i]) == ours) {
+        let base = (&raw mut *tensor).cast::<usize>();
+        // SAFETY: the three words lie in the tensor (`words` has its length) and hold what was put there. The
+        // values that go back are those of a live allocation of candle's.
+        unsafe { put(base.add(start), layout, seed) };
+        if tensor.device_ptr().is_ok_and(|p| p as usize == seed[0])
+            && tensor.storage_size_in_bytes() == seed[2]
+        {
+            return Ok(());
+        }
+        // SAFETY: as above; these are the values that were there.
+        unsafe { put(base.add(start), layout, ours) };
     }
-    let base = (&raw mut *tensor).cast::<usize>();
-    // SAFETY: the three words lie in the tensor (`words` has its length) and hold what was put there. The
-    // values that go back are those of a live allocation of candle's.
-    unsafe { put(base.add(start), layout, seed) };
-    match tensor.device_ptr() {
-        Ok(p) if p as usize == seed[0] => Ok(()),
-        _ => Err("candle does not see what was put back".into()),
-    }
+    Err(format!("{ours:x?} was not found in it"))
 }
 
 /// Where the words are: found twice, with storages of different lengths, and compared.

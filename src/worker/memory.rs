@@ -25,8 +25,17 @@ fn fit(room: (u64, String), slabs: u64, each: u64, wanted: usize) -> Result<usiz
     Ok(usize::try_from(most).unwrap_or(usize::MAX).clamp(1, wanted))
 }
 
-/// The tightest of the limits: bytes that are free under it, and what it is called.
+/// Every limit on this process's host memory: bytes that are free under it, and what it is called.
+pub(crate) fn limits() -> Vec<(u64, String)> {
+    all(Path::new("/proc"), Path::new("/sys/fs/cgroup"))
+}
+
+/// The tightest of the limits.
 fn room(proc: &Path, groups: &Path) -> Option<(u64, String)> {
+    all(proc, groups).into_iter().min_by_key(|(free, _)| *free)
+}
+
+fn all(proc: &Path, groups: &Path) -> Vec<(u64, String)> {
     let machine = std::fs::read_to_string(proc.join("meminfo"))
         .ok()
         .and_then(|text| field(&text, "MemAvailable:"))
@@ -44,12 +53,11 @@ fn room(proc: &Path, groups: &Path) -> Option<(u64, String)> {
     // Every ancestor's limit counts. Inside a container the path may be one of the host's: then only
     // the folder's own top is there to be read.
     let folder = groups.join(mine);
-    folder
+    let groups = folder
         .ancestors()
         .take_while(|folder| folder.starts_with(groups))
-        .filter_map(group)
-        .chain(machine)
-        .min_by_key(|(free, _)| *free)
+        .filter_map(group);
+    machine.into_iter().chain(groups).collect()
 }
 
 /// Bytes that are free under one control group's limit.

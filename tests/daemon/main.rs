@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
+mod anchors;
 mod children;
 mod engines;
 mod folder;

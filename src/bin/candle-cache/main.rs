@@ -1,4 +1,4 @@
-//! The command line: serve, load, status, unload, stop.
+//! The command line: serve, load, status, unload, stop, doctor.
 //! Every flag is an environment variable too; exit codes stand in [`exit`].
 
 // A program's items reach nobody else: `pub` says here what the commands share.
@@ -13,6 +13,7 @@ use tracing_subscriber::EnvFilter;
 
 mod client;
 mod device;
+mod doctor;
 mod load;
 mod serve;
 mod status;
@@ -76,6 +77,8 @@ enum Command {
     Unload(unload::Args),
     /// Stop the daemon
     Stop(stop::Args),
+    /// Say what is wrong on this machine, and what to do about it
+    Doctor(doctor::Args),
 }
 
 fn main() -> ExitCode {
@@ -99,6 +102,7 @@ fn main() -> ExitCode {
         Command::Status(args) => status::run(args, &cli.global),
         Command::Unload(args) => unload::run(args, &cli.global),
         Command::Stop(args) => stop::run(args, &cli.global),
+        Command::Doctor(args) => doctor::run(args, &cli.global),
     };
     ExitCode::from(code)
 }

@@ -191,6 +191,14 @@ impl Gpu {
 
     /// The number in this GPU's device file's name.
     fn minor(&self) -> Option<u32> {
+        let bus = self.bus()?;
+        let text =
+            std::fs::read_to_string(format!("/proc/driver/nvidia/gpus/{bus}/information")).ok()?;
+        parse_minor(&text)
+    }
+
+    /// This GPU's place on the PCI bus, in lower case.
+    pub(super) fn bus(&self) -> Option<String> {
         let mut bus: [c_char; 32] = [0; 32];
         // SAFETY: the driver writes at most 32 bytes, with a final zero, into a buffer of 32.
         let code = unsafe { sys::cuDeviceGetPCIBusId(bus.as_mut_ptr(), 32, self.device) };
@@ -198,10 +206,7 @@ impl Gpu {
         bus[31] = 0;
         // SAFETY: the buffer ends with a zero.
         let bus = unsafe { CStr::from_ptr(bus.as_ptr()) };
-        let bus = bus.to_str().ok()?.to_lowercase();
-        let text =
-            std::fs::read_to_string(format!("/proc/driver/nvidia/gpus/{bus}/information")).ok()?;
-        parse_minor(&text)
+        Some(bus.to_str().ok()?.to_lowercase())
     }
 }
 

@@ -213,7 +213,10 @@ fn map_exactly(
         return Err(wrong("longer"));
     }
     range.map(allocation, bytes).map_err(|e| match e.0 {
-        sys::CUresult::CUDA_ERROR_INVALID_VALUE => wrong("of another length"),
+        // Both were seen for lengths that the allocation does not have.
+        sys::CUresult::CUDA_ERROR_INVALID_VALUE | sys::CUresult::CUDA_ERROR_NOT_SUPPORTED => {
+            wrong("of another length")
+        }
         _ => failed(e, format!("mapping {bytes} bytes of {what}")),
     })
 }
