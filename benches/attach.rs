@@ -75,7 +75,8 @@ fn once(args: &Args, name: &str) -> Result<Value> {
         None => Device::Cpu,
     };
     device.synchronize()?;
-    let config = IpcConfig::new(name).socket_dir(args.socket_dir.as_deref().context("a socket folder")?);
+    let config =
+        IpcConfig::new(name).socket_dir(args.socket_dir.as_deref().context("a socket folder")?);
     let begin = Instant::now();
     let cache = IpcCache::attach(&config, &device)?;
     let (plain, quantized) = (cache.var_builder(DType::F32), cache.quantized());
@@ -86,7 +87,12 @@ fn once(args: &Args, name: &str) -> Result<Value> {
             kept.0.push(quantized.get_no_shape(&t.name)?);
         } else {
             // As it is stored: a cast is not part of an attach.
-            let dtype = t.element.as_str().to_lowercase().parse().unwrap_or(DType::F32);
+            let dtype = t
+                .element
+                .as_str()
+                .to_lowercase()
+                .parse()
+                .unwrap_or(DType::F32);
             kept.1.push(plain.get_unchecked_dtype(&t.name, dtype)?);
         }
     }
@@ -108,11 +114,19 @@ fn median(rounds: &[Value], part: &str) -> f64 {
 /// Checkpoints with names as long as real ones have them, and one row of 32 elements a tensor.
 fn make(folder: &Path, count: usize, quantized: bool) -> Result<PathBuf> {
     const PARTS: [&str; 7] = ["q", "k", "v", "o", "gate_proj", "up_proj", "down_proj"];
-    let name = |i: usize| format!("model.layers.{}.self_attn.{}.weight", i / PARTS.len(), PARTS[i % PARTS.len()]);
+    let name = |i: usize| {
+        format!(
+            "model.layers.{}.self_attn.{}.weight",
+            i / PARTS.len(),
+            PARTS[i % PARTS.len()]
+        )
+    };
     let row = |i: usize| Tensor::new(vec![i as f32; 32], &Device::Cpu)?.reshape((1, 32));
     if !quantized {
         let path = folder.join(format!("plain-{count}.safetensors"));
-        let tensors = (0..count).map(|i| Ok((name(i), row(i)?))).collect::<Result<_>>()?;
+        let tensors = (0..count)
+            .map(|i| Ok((name(i), row(i)?)))
+            .collect::<Result<_>>()?;
         candle_core::safetensors::save(&tensors, &path)?;
         return Ok(path);
     }
@@ -132,7 +146,11 @@ struct Bench<'a> {
 
 impl Bench<'_> {
     fn load(&self, model: &Path, name: &str) -> Result<()> {
-        let device = if self.args.device == "cpu" { "host" } else { &self.args.device };
+        let device = if self.args.device == "cpu" {
+            "host"
+        } else {
+            &self.args.device
+        };
         let status = Command::new(&self.args.program)
             .arg("load")
             .arg(model)
@@ -148,11 +166,21 @@ impl Bench<'_> {
     fn attach(&self, name: &str) -> Result<Vec<Value>> {
         let run = |_| {
             let output = Command::new(std::env::current_exe()?)
-                .args(["--once", name, "--device", &self.args.device, "--socket-dir"])
+                .args([
+                    "--once",
+                    name,
+                    "--device",
+                    &self.args.device,
+                    "--socket-dir",
+                ])
                 .arg(&self.sockets)
                 .stderr(Stdio::inherit())
                 .output()?;
-            ensure!(output.status.success(), "attaching to {name}: {}", output.status);
+            ensure!(
+                output.status.success(),
+                "attaching to {name}: {}",
+                output.status
+            );
             Ok(serde_json::from_slice(&output.stdout)?)
         };
         (0..self.args.attaches).map(run).collect()
@@ -162,12 +190,32 @@ impl Bench<'_> {
     fn peer(&self, model: &Path) -> Result<f64> {
         let script = self.args.peers.join("torch_ipc.py");
         let socket = self.sockets.join("peer.sock");
-        let _server = start(Command::new("python3").arg(&script).arg("serve").arg(model).arg(&socket))?;
+        let _server = start(
+            Command::new("python3")
+                .arg(&script)
+                .arg("serve")
+                .arg(model)
+                .arg(&socket),
+        )?;
         let rounds = self.args.attaches.min(7).to_string();
-        let output = Command::new("python3").arg(&script).arg("attach").arg(&socket).arg(rounds).output()?;
-        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let output = Command::new("python3")
+            .arg(&script)
+            .arg("attach")
+            .arg(&socket)
+            .arg(rounds)
+            .output()?;
+        ensure!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         let answer: Value = serde_json::from_slice(&output.stdout)?;
-        let rounds: Vec<Value> = answer["ms"].as_array().context("times")?.iter().map(|ms| json!({"ms": ms})).collect();
+        let rounds: Vec<Value> = answer["ms"]
+            .as_array()
+            .context("times")?
+            .iter()
+            .map(|ms| json!({"ms": ms}))
+            .collect();
         Ok(median(&rounds, "ms"))
     }
 }
@@ -179,25 +227,55 @@ fn main() -> Result<()> {
         return Ok(());
     }
     let work = tempfile::tempdir()?;
-    let bench = Bench { args: &args, sockets: work.path().join("s") };
+    let bench = Bench {
+        args: &args,
+        sockets: work.path().join("s"),
+    };
     std::fs::create_dir(&bench.sockets)?;
-    let _daemon = start(Command::new(&args.program).args(["serve", "--socket-dir"]).arg(&bench.sockets))?;
+    let _daemon = start(
+        Command::new(&args.program)
+            .args(["serve", "--socket-dir"])
+            .arg(&bench.sockets),
+    )?;
     let mut models: Vec<(String, PathBuf)> = args
         .model
         .iter()
-        .map(|m| (m.file_name().map_or_else(|| "model".into(), |n| n.to_string_lossy().into_owned()), m.clone()))
+        .map(|m| {
+            (
+                m.file_name()
+                    .map_or_else(|| "model".into(), |n| n.to_string_lossy().into_owned()),
+                m.clone(),
+            )
+        })
         .collect();
     if models.is_empty() {
         for count in &args.counts {
             for (kind, quantized) in [("quantized", true), ("plain", false)] {
-                models.push((format!("{kind}-{count}"), make(work.path(), *count, quantized)?));
+                models.push((
+                    format!("{kind}-{count}"),
+                    make(work.path(), *count, quantized)?,
+                ));
             }
         }
     }
-    println!("{}, medians of {} attaches, milliseconds; each attach is a new process", args.device, args.attaches);
+    println!(
+        "{}, medians of {} attaches, milliseconds; each attach is a new process",
+        args.device, args.attaches
+    );
     println!(
         "{:<18} {:>8} {:>8} {:>11} | {:>8} {:>8} {:>8} {:>8} {:>8} | {:>9} {:>7} {:>7}",
-        "entry", "tensors", "ready", "all tensors", "connect", "receive", "decode", "map", "identity", "peer", "ratio", "all"
+        "entry",
+        "tensors",
+        "ready",
+        "all tensors",
+        "connect",
+        "receive",
+        "decode",
+        "map",
+        "identity",
+        "peer",
+        "ratio",
+        "all"
     );
     for (name, model) in &models {
         bench.load(model, name)?;
@@ -212,7 +290,12 @@ fn main() -> Result<()> {
         };
         println!(
             "{name:<18} {:>8} {ready:>8.2} {all:>11.2} | {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.2} | {peer}",
-            rounds[0]["tensors"], of("connect"), of("receive"), of("decode"), of("map"), of("identity")
+            rounds[0]["tensors"],
+            of("connect"),
+            of("receive"),
+            of("decode"),
+            of("map"),
+            of("identity")
         );
     }
     Ok(())

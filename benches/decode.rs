@@ -54,7 +54,9 @@ fn device(text: &str) -> Result<Device> {
 }
 
 fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut files: Vec<_> = std::fs::read_dir(folder)?.map(|e| Ok(e?.path())).collect::<Result<_>>()?;
+    let mut files: Vec<_> = std::fs::read_dir(folder)?
+        .map(|e| Ok(e?.path()))
+        .collect::<Result<_>>()?;
     files.retain(|p| p.extension().is_some_and(|e| e == "safetensors"));
     files.sort();
     Ok(files)
@@ -94,12 +96,22 @@ impl Run<'_> {
     fn generate(&self, model: &Llama) -> Result<(Vec<Vec<f32>>, Duration)> {
         let mut cache = Cache::new(true, self.dtype, &self.config, &self.device)?;
         let vocab = self.config.vocab_size as u32;
-        let prompt: Vec<u32> = (0..self.args.prefill as u32).map(|i| (i * 7919 + 13) % vocab).collect();
+        let prompt: Vec<u32> = (0..self.args.prefill as u32)
+            .map(|i| (i * 7919 + 13) % vocab)
+            .collect();
         let mut logits = Vec::new();
         let mut step = |tokens: &[u32], at: usize| -> Result<u32> {
             let input = Tensor::new(tokens, &self.device)?.unsqueeze(0)?;
-            let out = model.forward(&input, at, &mut cache)?.squeeze(0)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-            let best = out.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map(|(i, _)| i as u32);
+            let out = model
+                .forward(&input, at, &mut cache)?
+                .squeeze(0)?
+                .to_dtype(DType::F32)?
+                .to_vec1::<f32>()?;
+            let best = out
+                .iter()
+                .enumerate()
+                .max_by(|a, b| a.1.total_cmp(b.1))
+                .map(|(i, _)| i as u32);
             logits.push(out);
             best.context("no logits")
         };
@@ -114,7 +126,8 @@ impl Run<'_> {
 
 #[cfg(feature = "cuda")]
 fn free_bytes() -> u64 {
-    candle_core::cuda_backend::cudarc::driver::result::mem_get_info().map_or(0, |(free, _)| free as u64)
+    candle_core::cuda_backend::cudarc::driver::result::mem_get_info()
+        .map_or(0, |(free, _)| free as u64)
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -128,13 +141,21 @@ fn mib(from: u64, to: u64) -> f64 {
 
 /// How many values differ in some bit.
 fn differing(a: &[Vec<f32>], b: &[Vec<f32>]) -> usize {
-    a.iter().flatten().zip(b.iter().flatten()).filter(|(x, y)| x.to_bits() != y.to_bits()).count()
+    a.iter()
+        .flatten()
+        .zip(b.iter().flatten())
+        .filter(|(x, y)| x.to_bits() != y.to_bits())
+        .count()
 }
 
 fn memory(run: &Run<'_>, source: &str) -> Result<()> {
     run.device.synchronize()?;
     let before = free_bytes();
-    let model = if source == "cache" { run.from_cache()? } else { run.from_disk()? };
+    let model = if source == "cache" {
+        run.from_cache()?
+    } else {
+        run.from_disk()?
+    };
     run.device.synchronize()?;
     let built = free_bytes();
     let (first, _) = run.generate(&model)?;
@@ -149,17 +170,31 @@ fn memory(run: &Run<'_>, source: &str) -> Result<()> {
     if run.args.stay {
         std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
         let (again, _) = run.generate(&model)?;
-        println!("logits after what happened meanwhile: {} of {} differ", differing(&first, &again), first.len() * first[0].len());
+        println!(
+            "logits after what happened meanwhile: {} of {} differ",
+            differing(&first, &again),
+            first.len() * first[0].len()
+        );
     }
     Ok(())
 }
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let config: LlamaConfig = serde_json::from_slice(&std::fs::read(args.checkpoint.join("config.json"))?)?;
+    let config: LlamaConfig =
+        serde_json::from_slice(&std::fs::read(args.checkpoint.join("config.json"))?)?;
     let device = device(&args.device)?;
-    let dtype = if device.is_cuda() { DType::BF16 } else { DType::F32 };
-    let run = Run { args: &args, config: config.into_config(false), dtype, device };
+    let dtype = if device.is_cuda() {
+        DType::BF16
+    } else {
+        DType::F32
+    };
+    let run = Run {
+        args: &args,
+        config: config.into_config(false),
+        dtype,
+        device,
+    };
     if let Some(source) = &args.memory {
         return memory(&run, source);
     }
@@ -171,24 +206,45 @@ fn main() -> Result<()> {
     let stock = run.from_disk()?;
     run.device.synchronize()?;
     let load = start.elapsed();
-    println!("model ready: cache {:.1} ms, disk {:.1} ms", attach.as_secs_f64() * 1e3, load.as_secs_f64() * 1e3);
+    println!(
+        "model ready: cache {:.1} ms, disk {:.1} ms",
+        attach.as_secs_f64() * 1e3,
+        load.as_secs_f64() * 1e3
+    );
 
     // Kernels are compiled in the first round; it is checked and not timed.
     let (a, _) = run.generate(&cached)?;
     let (b, _) = run.generate(&stock)?;
     let different = differing(&a, &b);
-    println!("logits: {} steps, {} values, {different} differ", a.len(), a.len() * a[0].len());
-    ensure!(a.len() == args.decode + 1 && a.iter().flatten().all(|x| x.is_finite()), "logits are not finite");
+    println!(
+        "logits: {} steps, {} values, {different} differ",
+        a.len(),
+        a.len() * a[0].len()
+    );
+    ensure!(
+        a.len() == args.decode + 1 && a.iter().flatten().all(|x| x.is_finite()),
+        "logits are not finite"
+    );
     ensure!(different == 0, "logits differ");
 
     let mut ratios = Vec::new();
     for round in 1..=args.rounds {
         let per_token = |t: Duration| t.as_secs_f64() * 1e3 / args.decode as f64;
-        let (cache_ms, disk_ms) = (per_token(run.generate(&cached)?.1), per_token(run.generate(&stock)?.1));
+        let (cache_ms, disk_ms) = (
+            per_token(run.generate(&cached)?.1),
+            per_token(run.generate(&stock)?.1),
+        );
         ratios.push(cache_ms / disk_ms);
-        println!("round {round}: cache {cache_ms:.3} ms a token, disk {disk_ms:.3}, ratio {:.3}", cache_ms / disk_ms);
+        println!(
+            "round {round}: cache {cache_ms:.3} ms a token, disk {disk_ms:.3}, ratio {:.3}",
+            cache_ms / disk_ms
+        );
     }
     ratios.sort_by(f64::total_cmp);
-    println!("decode ratio, median of {}: {:.3}", args.rounds, ratios[ratios.len() / 2]);
+    println!(
+        "decode ratio, median of {}: {:.3}",
+        args.rounds,
+        ratios[ratios.len() / 2]
+    );
     Ok(())
 }

@@ -16,12 +16,19 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 fn matches(pattern: &str, text: &str) -> bool {
-    let regex = RegexBuilder::new(pattern).case_insensitive(true).dot_matches_new_line(true).build().unwrap();
+    let regex = RegexBuilder::new(pattern)
+        .case_insensitive(true)
+        .dot_matches_new_line(true)
+        .build()
+        .unwrap();
     regex.is_match(text)
 }
 
 fn sha(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
+    Sha256::digest(bytes)
+        .iter()
+        .map(|b| format!("{b:02x}"))
+        .collect()
 }
 
 fn text(v: &Value) -> &str {
@@ -40,7 +47,13 @@ fn check(root: &Path, daemon: &Daemon, case: &Value, name: &str) -> Result<(), S
     let wanted_error = case["error"].as_str();
     match (text(&case["expected"]), output.status.code()) {
         ("ok", Some(0)) => engine(daemon, case, name),
-        ("ok", Some(5)) if case["else_error"].as_str().is_some_and(|e| matches(e, &message)) => Ok(()),
+        ("ok", Some(5))
+            if case["else_error"]
+                .as_str()
+                .is_some_and(|e| matches(e, &message)) =>
+        {
+            Ok(())
+        }
         ("error", Some(0)) if case["or_ok"] == true => Ok(()),
         ("error", Some(5)) => {
             let pattern = wanted_error.unwrap();
@@ -49,16 +62,24 @@ fn check(root: &Path, daemon: &Daemon, case: &Value, name: &str) -> Result<(), S
             }
             let file = path.file_name().unwrap().to_str().unwrap();
             if !message.contains(file) {
-                return Err(format!("the error names neither file nor folder: {message}"));
+                return Err(format!(
+                    "the error names neither file nor folder: {message}"
+                ));
             }
-            if daemon.run(&["status", "--json"]).stdout.windows(7).any(|w| w == b"\"ready\"")
+            if daemon
+                .run(&["status", "--json"])
+                .stdout
+                .windows(7)
+                .any(|w| w == b"\"ready\"")
                 && IpcCache::attach(&daemon.config(name).wait(false), &Device::Cpu).is_ok()
             {
                 return Err("a refused model was published".into());
             }
             Ok(())
         }
-        (expected, code) => Err(format!("expected {expected}, exit code {code:?}: {message}")),
+        (expected, code) => Err(format!(
+            "expected {expected}, exit code {code:?}: {message}"
+        )),
     }
 }
 
@@ -68,14 +89,27 @@ fn engine(daemon: &Daemon, case: &Value, name: &str) -> Result<(), String> {
     let tensors = case["tensors"].as_object().unwrap();
     let count = case["count"].as_u64().unwrap_or(tensors.len() as u64);
     if manifest.names().count() as u64 != count {
-        return Err(format!("{} names, expected {count}", manifest.names().count()));
+        return Err(format!(
+            "{} names, expected {count}",
+            manifest.names().count()
+        ));
     }
     for (tensor, want) in tensors {
-        let entry = &manifest.tensors[manifest.find(tensor).ok_or(format!("{tensor} is missing"))?];
-        let shape: Vec<u64> = want["shape"].as_array().unwrap().iter().map(|d| d.as_u64().unwrap()).collect();
+        let entry = &manifest.tensors[manifest
+            .find(tensor)
+            .ok_or(format!("{tensor} is missing"))?];
+        let shape: Vec<u64> = want["shape"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|d| d.as_u64().unwrap())
+            .collect();
         let found = (entry.element.as_str(), &entry.shape);
         if found != (text(&want["dtype"]), &shape) {
-            return Err(format!("{tensor} is {found:?}, expected {} {shape:?}", want["dtype"]));
+            return Err(format!(
+                "{tensor} is {found:?}, expected {} {shape:?}",
+                want["dtype"]
+            ));
         }
         if sha(cache.raw(tensor).map_err(|e| e.to_string())?) != text(&want["sha256"]) {
             return Err(format!("{tensor} has other bytes"));
@@ -118,7 +152,10 @@ fn plain_agrees(cache: &IpcCache, name: &str) -> Result<(), String> {
     let entry = &cache.manifest().tensors[cache.manifest().find(name).unwrap()];
     let shape: Vec<usize> = entry.shape.iter().map(|d| *d as usize).collect();
     if entry.element.is_quantized() {
-        let q = cache.quantized().get(shape.as_slice(), name).map_err(|e| e.to_string())?;
+        let q = cache
+            .quantized()
+            .get(shape.as_slice(), name)
+            .map_err(|e| e.to_string())?;
         return if q.data().map_err(|e| e.to_string())?.as_ref() == cache.raw(name).unwrap() {
             Ok(())
         } else {
@@ -126,7 +163,10 @@ fn plain_agrees(cache: &IpcCache, name: &str) -> Result<(), String> {
         };
     }
     if ["F32", "BF16", "F16"].contains(&entry.element.as_str()) {
-        let t = cache.var_builder(DType::F32).get(shape.as_slice(), name).map_err(|e| e.to_string())?;
+        let t = cache
+            .var_builder(DType::F32)
+            .get(shape.as_slice(), name)
+            .map_err(|e| e.to_string())?;
         if t.dims() != shape {
             return Err(format!("{name} came as {:?}", t.dims()));
         }
@@ -148,10 +188,14 @@ fn ask(cache: &IpcCache, query: &Value) -> Result<(), String> {
             if matches(pattern, &message) {
                 Ok(())
             } else {
-                Err(format!("asking for {name} should say {pattern:?}: {message}"))
+                Err(format!(
+                    "asking for {name} should say {pattern:?}: {message}"
+                ))
             }
         }
-        (expected, answer) => Err(format!("asking for {name}: expected {expected}, got {answer:?}")),
+        (expected, answer) => Err(format!(
+            "asking for {name}: expected {expected}, got {answer:?}"
+        )),
     }
 }
 
@@ -159,13 +203,23 @@ fn ask(cache: &IpcCache, query: &Value) -> Result<(), String> {
 fn every_input_does_what_its_manifest_says() {
     let root = tempfile::tempdir().unwrap();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cases/make_cases.py");
-    assert_ok(&Command::new("python3").arg(script).arg(root.path()).output().unwrap());
-    let manifest: Value = serde_json::from_slice(&std::fs::read(root.path().join("manifest.json")).unwrap()).unwrap();
+    assert_ok(
+        &Command::new("python3")
+            .arg(script)
+            .arg(root.path())
+            .output()
+            .unwrap(),
+    );
+    let manifest: Value =
+        serde_json::from_slice(&std::fs::read(root.path().join("manifest.json")).unwrap()).unwrap();
     let daemon = Daemon::start();
     let keep = root.path().join("st-layout/odd_neighbours.safetensors");
     assert_ok(&daemon.load(&keep, "keep"));
 
-    let (mut ran, mut elsewhere) = (BTreeMap::<String, usize>::new(), BTreeMap::<String, usize>::new());
+    let (mut ran, mut elsewhere) = (
+        BTreeMap::<String, usize>::new(),
+        BTreeMap::<String, usize>::new(),
+    );
     let mut wrong = Vec::new();
     for (i, case) in manifest["entries"].as_array().unwrap().iter().enumerate() {
         let id = text(&case["case"]).to_string();
@@ -178,10 +232,16 @@ fn every_input_does_what_its_manifest_says() {
             wrong.push(format!("{id}/{}: {e}", text(&case["variant"])));
         }
         *ran.entry(id).or_default() += 1;
-        IpcCache::attach(&daemon.config("keep"), &Device::Cpu).expect("the daemon serves its other entries");
+        IpcCache::attach(&daemon.config("keep"), &Device::Cpu)
+            .expect("the daemon serves its other entries");
     }
     println!("ran {} inputs: {ran:?}", ran.values().sum::<usize>());
     println!("not for files and folders as they are: {elsewhere:?}");
-    assert!(wrong.is_empty(), "{} inputs go wrong:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(
+        wrong.is_empty(),
+        "{} inputs go wrong:\n{}",
+        wrong.len(),
+        wrong.join("\n")
+    );
     assert!(ran.values().sum::<usize>() >= 90);
 }

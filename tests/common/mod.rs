@@ -19,7 +19,13 @@ pub fn program() -> Command {
 
 impl Daemon {
     pub fn start() -> Self {
-        Self::start_in(tempfile::Builder::new().prefix("candle-cache-test").tempdir().unwrap(), &[])
+        Self::start_in(
+            tempfile::Builder::new()
+                .prefix("candle-cache-test")
+                .tempdir()
+                .unwrap(),
+            &[],
+        )
     }
 
     pub fn start_in(folder: tempfile::TempDir, args: &[&str]) -> Self {
@@ -32,7 +38,9 @@ impl Daemon {
             .unwrap();
         // The first line says that it listens.
         let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        BufReader::new(child.stdout.take().unwrap())
+            .read_line(&mut line)
+            .unwrap();
         assert!(line.contains("daemon.sock"), "the daemon said {line:?}");
         Self { child, folder }
     }
@@ -42,7 +50,12 @@ impl Daemon {
     }
 
     pub fn run(&self, args: &[&str]) -> Output {
-        program().args(args).arg("--socket-dir").arg(self.dir()).output().unwrap()
+        program()
+            .args(args)
+            .arg("--socket-dir")
+            .arg(self.dir())
+            .output()
+            .unwrap()
     }
 
     pub fn load(&self, model: &Path, name: &str) -> Output {
@@ -78,9 +91,15 @@ pub fn assert_ok(output: &Output) {
 
 /// A real model that `scripts/fixtures.sh` brings.
 pub fn fixture(name: &str) -> PathBuf {
-    let folder = std::env::var_os("CANDLE_CACHE_FIXTURES")
-        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures"), PathBuf::from);
+    let folder = std::env::var_os("CANDLE_CACHE_FIXTURES").map_or_else(
+        || Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures"),
+        PathBuf::from,
+    );
     let path = folder.join(name);
-    assert!(path.exists(), "{} is not there: run scripts/fixtures.sh", path.display());
+    assert!(
+        path.exists(),
+        "{} is not there: run scripts/fixtures.sh",
+        path.display()
+    );
     path
 }
