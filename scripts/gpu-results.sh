@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every figure of docs/results.md, on a machine with an NVIDIA GPU: checks and times, and prints a table last.
 #
-#   scripts/gpu-results.sh [check|smollm2|many|llama|two]...      default: all but two
+#   scripts/gpu-results.sh [check|smollm2|many|small|llama|two]...      default: all but two
 #
 # Takes the programs from $CANDLE_CACHE_PROGRAMS (gpu, decode, attach, llama, candle-cache), else builds them.
 # `llama` writes 16 GiB of random weights to $CANDLE_CACHE_WORK (default: a temp folder) and needs torch, as does `many`
@@ -10,7 +10,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(check smollm2 many llama)
+[ ${#steps[@]} -gt 0 ] || steps=(check smollm2 many small llama)
 
 if [ -z "${CANDLE_CACHE_PROGRAMS:-}" ]; then
     . scripts/cuda-toolkit.sh
@@ -105,7 +105,10 @@ llama8b() {
     for i in 1 2 3; do timeout 120 bash -c "until grep -q memory '$work/engine$i'; do sleep 0.2; done"; done
     row "GPU memory: three engines beside the entry" "$(($(used) - before)) MiB"
 
-    # The daemon dies, the GPU fills, and the engines go on.
+    # The entry is unloaded, the daemon dies, the GPU fills, and the engines go on.
+    candle-cache unload llama8b && echo "unload should have been refused: engines hold the entry"
+    candle-cache unload llama8b --force
+    row "status after a forced unload" "$(candle-cache status --json)"
     kill -KILL "$daemon"; wait "$daemon" 2>/dev/null
     python3 - <<'PYTHON'
 import torch
@@ -121,6 +124,18 @@ PYTHON
     attach --device cuda:0 --model "$model" --peer --program "$(command -v candle-cache)" --peers "$root/benches/peers" \
         --attaches 15 2>&1 | tee "$work/attach8b.table"
     grep -E '^llama8b' "$work/attach8b.table" >>"$rows"
+}
+
+small() {
+    echo "== a small Llama"
+    local model=$work/small
+    python3 benches/make_checkpoint.py llama "$model" --layers 12 --hidden 768 --intermediate 2048 --vocab 32000 --heads 12 \
+        --kv-heads 12
+    serve
+    candle-cache load "$model" --name small --device cuda:0
+    decode --name small --checkpoint "$model" --decode 128 2>&1 | tee "$work/small.table"
+    grep -E 'logits|ratio, median|model ready' "$work/small.table" | sed 's/^/small: /' >>"$rows"
+    stop
 }
 
 two() {
@@ -146,7 +161,7 @@ two() {
 
 for step in "${steps[@]}"; do
     case $step in
-        check | smollm2 | many | two) "$step" ;; llama) llama8b ;;
+        check | smollm2 | many | small | two) "$step" ;; llama) llama8b ;;
         *) echo "no such step: $step" >&2; exit 2 ;;
     esac
 done
