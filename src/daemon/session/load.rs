@@ -1,0 +1,131 @@
+//! A session that loads: a worker announces, reports and offers; a client asks for a worker of the daemon's own.
+
+use std::os::fd::OwnedFd;
+
+use super::*;
+
+impl Session {
+    pub(super) async fn announce(&mut self, entry: EntryId, bytes: u64) -> Flow {
+        if self.lease.is_some() {
+            return self
+                .refuse_and_close(bad("this connection holds a lease: announce on another"))
+                .await;
+        }
+        let load = check_entry(&entry).and_then(|()| self.context.registry.announce(&entry, bytes));
+        match load {
+            Ok(load) => {
+                let worker = self.context.workers.announced(self.peer.pid, &entry, bytes);
+                self.load = Some(Announced { load, worker });
+                self.reply(&Reply::Done).await
+            }
+            Err(refused) => self.refuse(refused).await,
+        }
+    }
+
+    pub(super) async fn progress(&mut self, progress: Progress) -> Flow {
+        let Some(Announced { load, .. }) = &self.load else {
+            return self.refuse_and_close(not_announced()).await;
+        };
+        if progress.phase.len() > MAX_PHASE || progress.phase.chars().any(char::is_control) {
+            return self.refuse_and_close(bad("an odd phase")).await;
+        }
+        load.progress(progress);
+        Ok(())
+    }
+
+    pub(super) async fn offer(&mut self, anchor: bool, slabs: u32, fds: Vec<OwnedFd>) -> Flow {
+        let Some(Announced { load, .. }) = self.load.take() else {
+            return self.refuse_and_close(not_announced()).await;
+        };
+        let Ok(_permit) = self.context.checks.acquire().await else {
+            return Err(Close);
+        };
+        let entry = load.entry.clone();
+        let checked =
+            tokio::task::spawn_blocking(move || offer::check(&entry, anchor, slabs, fds)).await;
+        let published = match checked {
+            Ok(Ok(offered)) => load.publish(offered),
+            Ok(Err(reason)) => {
+                load.fail(format!("its offer was refused: {reason}"));
+                Err(Refused::new(Refusal::BadOffer, reason))
+            }
+            Err(e) => {
+                load.fail("its offer could not be checked");
+                Err(Refused::new(
+                    Refusal::BadOffer,
+                    format!("the offer could not be checked: {e}"),
+                ))
+            }
+        };
+        match published {
+            Ok((epoch, unchanged)) => self.reply(&Reply::Accepted { epoch, unchanged }).await,
+            Err(refused) => self.refuse(refused).await,
+        }
+    }
+
+    pub(super) async fn start_load(&mut self, request: LoadRequest) -> Flow {
+        let mut state = match self.context.workers.start(request.clone()) {
+            Ok(state) => state,
+            Err(refused) => return self.refuse(refused).await,
+        };
+        let silence = self.context.limits.worker_silence;
+        let far = async {
+            let far = state.wait_for(|s| s.announced.is_some() || s.ended.is_some());
+            far.await.map(|state| state.clone()).unwrap_or_default()
+        };
+        let far = tokio::select! {
+            () = stopped(&self.context) => {
+                let refused = Refused::new(Refusal::Stopping, "the daemon is stopping");
+                return self.refuse_and_close(refused).await;
+            }
+            // The worker goes on without the client that asked for it.
+            _ = self.wire.receive() => return Err(Close),
+            far = timeout(silence, far) => far,
+        };
+        let failed = |reason: String| Refused::new(Refusal::LoadFailed, printable(&reason));
+        let result = match far {
+            Ok(State {
+                announced: Some(_), ..
+            }) => Ok(()),
+            Ok(State {
+                ended: Some(Err(reason)),
+                ..
+            }) => Err(failed(reason)),
+            Ok(_) => Err(failed("the worker ended and announced nothing".into())),
+            Err(_) => {
+                self.context.workers.kill(&request);
+                Err(failed(format!(
+                    "the worker announced nothing within {silence:?}"
+                )))
+            }
+        };
+        self.answer(result).await
+    }
+
+    /// An announced load that will not be offered any more failed. What a child of ours died of,
+    /// its reaper knows in a moment.
+    pub(super) async fn end_load(mut self) {
+        if let Some(Announced { load, worker }) = self.load.take() {
+            let mut reason = None;
+            if let Some(mut worker) = worker {
+                let ended = worker.wait_for(|s| s.ended.is_some());
+                if let Ok(Ok(state)) = timeout(self.step(), ended).await {
+                    reason = state.ended.clone().and_then(Result::err);
+                }
+            }
+            match reason {
+                Some(reason) => load.fail(printable(&reason)),
+                None if self.peer.pid > 0 => load.fail(format!(
+                    "the worker, process {}, ended before it finished: see its own output; perhaps it was killed, out \
+                     of memory",
+                    self.peer.pid
+                )),
+                None => drop(load),
+            }
+        }
+        // Its end tells the one who asked for the stop that nothing is left: not yet.
+        if *self.context.stop.borrow() {
+            lock(&self.context.parting).push(self.wire);
+        }
+    }
+}
