@@ -332,11 +332,22 @@ fn descriptors_that_nobody_takes_are_a_typed_refusal_and_pass() {
     let small = Connection::connect(&socket, PATIENCE).unwrap();
     let status = ask(&small, &Request::Status { after: None });
     assert!(matches!(status, Reply::Status { .. }));
-    // One of them reads at last: what it got is whole.
-    let mut peers = peers.into_iter();
-    let (reply, fds) = peers.next().unwrap().receive(PATIENCE).unwrap();
-    assert!(matches!(reply, Reply::Attached { .. }), "{reply:?}");
-    assert_eq!(fds.len(), 41);
-    drop(peers);
+    // They read at last, those that were served in whichever order: what they got is whole.
+    let served = |peer: Connection| match peer.receive(PATIENCE).unwrap() {
+        (Reply::Attached { .. }, fds) => Some(fds.len()),
+        (
+            Reply::Refused {
+                code: Refusal::Busy,
+                ..
+            },
+            _,
+        ) => None,
+        (other, _) => panic!("{other:?}"),
+    };
+    let served: Vec<usize> = peers.into_iter().filter_map(served).collect();
+    assert!(
+        !served.is_empty() && served.iter().all(|fds| *fds == 41),
+        "{served:?}"
+    );
     eventually("there is room again", || attach(&socket, "m").is_ok());
 }
