@@ -28,7 +28,7 @@ struct Args {
     /// Entry in the cache, or path of a checkpoint
     #[arg(long)]
     model: String,
-    /// Checkpoint that the entry must hold; without one the entry's name is trusted
+    /// Checkpoint that the entry must hold; without one, the files that it was loaded from are checked
     #[arg(long)]
     checkpoint: Option<PathBuf>,
     /// Read the checkpoint from disk
@@ -145,7 +145,7 @@ impl Args {
         }
         config = match checkpoint {
             Some(path) => config.checkpoint(path),
-            None => config.trust_name(true),
+            None => config,
         };
         Weights::attach(&config, device)
     }

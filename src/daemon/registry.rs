@@ -247,8 +247,8 @@ impl Registry {
                 Refusal::AlreadyLoading,
                 format!(
                     "another worker is loading {entry} ({} of {} bytes): wait for it, or abandon it with \
-                     `candle-cache unload --force`",
-                    progress.done, progress.total
+                     `candle-cache unload {} --force`",
+                    progress.done, progress.total, entry.name
                 ),
             ));
         }

@@ -14,7 +14,8 @@ use crate::{Global, exit};
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// No daemon at any of the places where one could be.
-    #[error("no daemon: nobody listens on {}; start one with `candle-cache serve`", list(.0))]
+    #[error("no daemon: nobody listens on {}; start one with `candle-cache serve`, or name the folder that \
+        one serves in (--socket-dir, CANDLE_CACHE_SOCKET_DIR)", list(.0))]
     NoDaemon(Vec<PathBuf>),
     /// The folder of the socket is not to be trusted.
     #[error(transparent)]
@@ -67,11 +68,11 @@ impl ClientError {
 
 /// Connects to the first daemon that listens at one of the candidates.
 pub fn connect(global: &Global) -> Result<Connection, ClientError> {
-    let sockets = folder::for_engine(global.socket_dir.as_deref())?;
+    let sockets = folder::for_engine_allowing(global.socket_dir.as_deref(), &global.allow_uid)?;
     for socket in &sockets {
         match Connection::connect(socket, STEP) {
             Ok(connection) => {
-                peer_allowed(&Peer::of(&connection)?, &[], socket)?;
+                peer_allowed(&Peer::of(&connection)?, &global.allow_uid, socket)?;
                 return Ok(connection);
             }
             Err(SocketError::NobodyListens(_)) => {}

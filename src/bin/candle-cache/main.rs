@@ -7,9 +7,20 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use candle_ipc_cache::socket::folder::NOBODY;
 use clap::builder::FalseyValueParser;
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
+
+/// As std's, but a reader that has gone is no reason to panic: what it did not want is not written.
+macro_rules! print {
+    ($($arg:tt)*) => { $crate::write_out(format_args!($($arg)*)) };
+}
+
+/// As std's, with the same difference.
+macro_rules! println {
+    ($($arg:tt)*) => { $crate::write_out(format_args!("{}\n", format_args!($($arg)*))) };
+}
 
 mod client;
 mod device;
@@ -60,6 +71,11 @@ pub struct Global {
         env = "CANDLE_CACHE_SOCKET_DIR"
     )]
     pub socket_dir: Option<PathBuf>,
+    /// Another user to deal with: `serve` lets it connect, the other commands trust a daemon that it runs. May be given
+    /// more than once
+    #[arg(long, global = true, value_name = "UID", env = "CANDLE_CACHE_ALLOW_UID", value_delimiter = ',',
+        value_parser = parse_uid)]
+    pub allow_uid: Vec<u32>,
     /// Print JSON
     #[arg(long, global = true, env = "CANDLE_CACHE_JSON", value_parser = FalseyValueParser::new())]
     pub json: bool,
@@ -79,6 +95,22 @@ enum Command {
     Stop(stop::Args),
     /// Say what is wrong on this machine, and what to do about it
     Doctor(doctor::Args),
+}
+
+fn write_out(text: std::fmt::Arguments<'_>) {
+    use std::io::Write as _;
+    let mut out = std::io::stdout().lock();
+    let _ = out.write_fmt(text).and_then(|()| out.flush());
+}
+
+fn parse_uid(text: &str) -> Result<u32, String> {
+    match text.parse() {
+        Ok(NOBODY) => Err(format!(
+            "uid {NOBODY} stands for every user without a number here, and is never allowed"
+        )),
+        Ok(uid) => Ok(uid),
+        Err(e) => Err(format!("no user number: {e}")),
+    }
 }
 
 fn main() -> ExitCode {

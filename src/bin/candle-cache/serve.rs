@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use anyhow::Context;
 use candle_ipc_cache::daemon::{self, Config, DaemonError, Listener, WorkerCommand};
 use candle_ipc_cache::protocol::LoadRequest;
-use candle_ipc_cache::socket::folder::{self, NOBODY};
+use candle_ipc_cache::socket::folder;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{Global, exit};
@@ -13,11 +13,11 @@ use crate::{Global, exit};
 /// Flags of `serve`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Models to load, one after the other, once the daemon listens
+    /// Models to load, one after the other, once the daemon listens; in the variable, one a line
     #[arg(
         value_name = "MODEL",
         env = "CANDLE_CACHE_SERVE",
-        value_delimiter = ' '
+        value_delimiter = '\n'
     )]
     models: Vec<OsString>,
     /// Device for these models: host, cuda:N or a GPU's UUID
@@ -26,10 +26,6 @@ pub struct Args {
     /// Type for their float tensors: stored, bf16, f16 or f32
     #[arg(long, env = "CANDLE_CACHE_DTYPE", default_value = "stored")]
     dtype: String,
-    /// Let this user connect too; may be given more than once
-    #[arg(long, value_name = "UID", env = "CANDLE_CACHE_ALLOW_UID", value_delimiter = ',',
-        value_parser = parse_uid)]
-    allow_uid: Vec<u32>,
 }
 
 /// Runs the command.
@@ -64,7 +60,7 @@ fn serve(args: Args, global: &Global) -> anyhow::Result<()> {
         if resolved.derived {
             listener.remove_folder();
         }
-        if !args.allow_uid.is_empty() {
+        if !global.allow_uid.is_empty() {
             listener.open_to_others()?;
             if resolved.derived {
                 tracing::warn!(
@@ -88,7 +84,7 @@ fn serve(args: Args, global: &Global) -> anyhow::Result<()> {
                 args: vec!["load".into()],
             }),
             preload,
-            allow_uids: args.allow_uid,
+            allow_uids: global.allow_uid.clone(),
             ..Config::default()
         };
         daemon::run(listener, config, stop).await?;
@@ -102,7 +98,12 @@ fn requests(args: &Args) -> anyhow::Result<Vec<LoadRequest>> {
         .iter()
         .map(|model| {
             let path = std::fs::canonicalize(model)
-                .with_context(|| format!("finding the model {}", model.display()))?;
+                .with_context(|| {
+                format!(
+                    "the model {} is not there: name one that is, or leave it out and `candle-cache load` it later",
+                    model.display()
+                )
+            })?;
             let model = path.to_str().with_context(|| {
                 format!(
                     "the path {} is not UTF-8: load it by another path",
@@ -131,14 +132,4 @@ fn stop_signal() -> anyhow::Result<impl Future<Output = ()>> {
             _ = hangup.recv() => {}
         }
     })
-}
-
-fn parse_uid(text: &str) -> Result<u32, String> {
-    match text.parse() {
-        Ok(NOBODY) => Err(format!(
-            "uid {NOBODY} stands for every user without a number here, and is never allowed"
-        )),
-        Ok(uid) => Ok(uid),
-        Err(e) => Err(format!("no user number: {e}")),
-    }
 }
