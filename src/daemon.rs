@@ -17,6 +17,7 @@ use crate::socket::folder::{self, FolderError};
 use crate::socket::{self, Peer, SocketError, send_now};
 
 mod anchor;
+mod closer;
 mod listener;
 mod offer;
 mod process;
@@ -149,6 +150,10 @@ struct Context {
     parting: Mutex<Vec<Wire>>,
     /// Manifests are large: few are decoded at a time.
     checks: Semaphore,
+    /// Offers that wait for that.
+    waiting: std::sync::atomic::AtomicUsize,
+    /// This process's limit on open files.
+    descriptors: usize,
 }
 
 /// Serves until `shutdown` is ready or a client asks the daemon to stop, then drains, and removes
@@ -179,6 +184,8 @@ pub async fn run(
         stop: watch::Sender::new(false),
         parting: Mutex::default(),
         checks: Semaphore::new(2),
+        waiting: std::sync::atomic::AtomicUsize::new(0),
+        descriptors: usize::try_from(files).unwrap_or(usize::MAX),
     });
     let mut sessions = JoinSet::new();
     if !config.preload.is_empty() {

@@ -8,6 +8,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
+/// Most files that one entry may come from.
+pub const MAX_SOURCES: usize = 1 << 16;
+
 /// What an entry was made from, and how.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Key {
@@ -20,6 +23,7 @@ pub struct Key {
     /// The manifest's format version.
     pub format: u32,
     /// The files that the tensors came from, in the order in which they were read.
+    #[serde(deserialize_with = "crate::manifest::capped::<_, _, MAX_SOURCES>")]
     pub sources: Vec<Receipt>,
 }
 

@@ -3,7 +3,10 @@
 
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
+use std::marker::PhantomData;
+
+use serde::de::{SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::key::Key;
 
@@ -23,10 +26,14 @@ pub const MAX_SLABS: usize = 250;
 pub const MAX_NAME: usize = 1024;
 /// Most dimensions of a tensor.
 pub const MAX_RANK: usize = 16;
+/// Most attributes of one manifest.
+pub const MAX_ATTRIBUTES: usize = 4096;
+/// Most small files of one manifest.
+pub const MAX_FILES: usize = 1024;
 /// Largest manifest, in bytes, small files included.
 pub const MAX_BYTES: u64 = 1 << 30;
 /// Largest table, in bytes: a manifest without its small files.
-pub const MAX_TABLE_BYTES: usize = 512 << 20;
+pub const MAX_TABLE_BYTES: usize = 256 << 20;
 
 const MAGIC: [u8; 8] = *b"CNDLIPC\0";
 const HEADER: usize = 64;
@@ -75,6 +82,7 @@ pub struct TensorEntry {
     /// How its elements are stored.
     pub element: ElementType,
     /// Dimensions, outermost first.
+    #[serde(deserialize_with = "capped::<_, _, MAX_RANK>")]
     pub shape: Vec<u64>,
     /// Index of its slab.
     pub slab: u32,
@@ -116,14 +124,19 @@ pub struct Manifest {
     /// Digest over every tensor's name, type, shape and digests: see [`Manifest::digest`].
     pub root: Digest,
     /// Length of each slab, in bytes.
+    #[serde(deserialize_with = "capped::<_, _, MAX_SLABS>")]
     pub slabs: Vec<u64>,
     /// Tensors, sorted by name, each name once.
+    #[serde(deserialize_with = "capped::<_, _, MAX_TENSORS>")]
     pub tensors: Vec<TensorEntry>,
     /// Second names, sorted by name, none of them a tensor's own.
+    #[serde(deserialize_with = "capped::<_, _, MAX_TENSORS>")]
     pub aliases: Vec<Alias>,
     /// Strings that travel with the weights, sorted by name.
+    #[serde(deserialize_with = "capped::<_, _, MAX_ATTRIBUTES>")]
     pub attributes: Vec<(String, String)>,
     /// Small files, sorted by name.
+    #[serde(deserialize_with = "capped::<_, _, MAX_FILES>")]
     pub files: Vec<FileEntry>,
 }
 
@@ -388,7 +401,20 @@ impl Manifest {
                 return Err(entry_error(&a.name, "both a tensor and an alias"));
             }
         }
+        within("attributes", self.attributes.len(), MAX_ATTRIBUTES)?;
+        within("files", self.files.len(), MAX_FILES)?;
         for f in &self.files {
+            within("bytes in a file's name", f.name.len(), MAX_NAME)?;
+            let parts = std::path::Path::new(&f.name).components();
+            let plain = parts.fold(!f.name.is_empty(), |plain, part| {
+                plain && matches!(part, std::path::Component::Normal(_))
+            });
+            if !plain || f.name.contains(char::is_control) {
+                return Err(entry_error(
+                    &f.name.escape_debug().to_string(),
+                    "no relative path of a file",
+                ));
+            }
             if f.offset < HEADER as u64
                 || f.offset.checked_add(f.bytes).is_none_or(|end| end > total)
             {
@@ -414,6 +440,9 @@ impl Manifest {
             ));
         }
         if t.bytes == 0 {
+            if (t.slab, t.offset) != (0, 0) {
+                return Err(entry_error(&t.name, "an empty tensor that lies somewhere"));
+            }
             return Ok(());
         }
         let Some(slab) = self.slabs.get(t.slab as usize) else {
@@ -500,6 +529,36 @@ fn sorted<'a>(names: impl Iterator<Item = &'a str>) -> Result<(), ManifestError>
         last = Some(name);
     }
     Ok(())
+}
+
+/// A list that stops being read once it is longer than it may be: a few bytes can claim a great many elements.
+pub(crate) fn capped<'de, D, T, const MAX: usize>(from: D) -> Result<Vec<T>, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    struct Capped<T, const MAX: usize>(PhantomData<T>);
+    impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for Capped<T, MAX> {
+        type Value = Vec<T>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write!(f, "at most {MAX} elements")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Vec<T>, A::Error> {
+            let mut out = Vec::with_capacity(list.size_hint().unwrap_or_default().min(1 << 12));
+            while let Some(element) = list.next_element()? {
+                if out.len() == MAX {
+                    return Err(serde::de::Error::custom(format!(
+                        "more than {MAX} elements"
+                    )));
+                }
+                out.push(element);
+            }
+            Ok(out)
+        }
+    }
+    from.deserialize_seq(Capped::<T, MAX>(PhantomData))
 }
 
 fn codec() -> impl bincode::config::Config {

@@ -212,6 +212,14 @@ impl Lock {
                 Err(e) => return Err(system(e)),
             };
             if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino) {
+                let regular = FileType::from_raw_mode(ours.st_mode) == FileType::RegularFile;
+                if !regular || ours.st_nlink != 1 || ours.st_size > 16 {
+                    return Err(DaemonError::Occupied {
+                        path,
+                        what: "no lock of ours",
+                        way_out: "move it away, or choose another folder with --socket-dir",
+                    });
+                }
                 let mut file = std::fs::File::from(fd);
                 // For the other starter's message only.
                 let _ = file.set_len(0);

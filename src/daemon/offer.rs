@@ -4,6 +4,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
+use super::closer::Sent;
 use crate::key::Key;
 use crate::manifest::{Digest, MAX_BYTES, MAX_SLABS, Manifest};
 use crate::protocol::EntryId;
@@ -107,7 +108,7 @@ pub(super) fn check(
     entry: &EntryId,
     anchor: bool,
     slabs: u32,
-    mut fds: Vec<OwnedFd>,
+    fds: Sent,
 ) -> Result<Offered, String> {
     let slabs = slabs as usize;
     if slabs > MAX_SLABS {
@@ -126,9 +127,7 @@ pub(super) fn check(
             "an anchor with slabs in host memory, which has no device to keep alive".into(),
         );
     }
-    let slab_fds = fds.split_off(wanted - slabs);
-    let anchor = if anchor { fds.pop() } else { None };
-    let manifest_fd = fds.pop().ok_or("no manifest came")?;
+    let (manifest_fd, slab_fds) = (&fds[0], &fds[wanted - slabs..]);
     let bytes = check_sealed(manifest_fd.as_fd(), "the manifest").map_err(|e| e.to_string())?;
     if bytes > MAX_BYTES {
         return Err(format!(
@@ -163,6 +162,10 @@ pub(super) fn check(
     }
     let summary = Summary::of(manifest, mapping.as_slice());
     drop(mapping);
+    let mut fds = fds.into_vec();
+    let slab_fds = fds.split_off(wanted - slabs);
+    let anchor = if anchor { fds.pop() } else { None };
+    let manifest_fd = fds.pop().ok_or("no manifest came")?;
     Ok(Offered {
         manifest: Arc::new(manifest_fd),
         anchor,

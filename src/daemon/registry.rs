@@ -232,6 +232,15 @@ impl Registry {
     pub(super) fn announce(self: &Arc<Self>, entry: &EntryId, bytes: u64) -> Result<Load, Refused> {
         let mut table = lock(&self.table);
         if !table.contains_key(entry) && table.len() >= self.max_entries {
+            // What is there for its failure's sake alone makes room first.
+            let failed = table.iter().find(|(_, slot)| {
+                slot.ready.is_none() && slot.loading.is_none() && slot.retired.is_empty()
+            });
+            if let Some(id) = failed.map(|(id, _)| id.clone()) {
+                table.remove(&id);
+            }
+        }
+        if !table.contains_key(entry) && table.len() >= self.max_entries {
             return Err(Refused::new(
                 Refusal::Busy,
                 format!(
@@ -365,6 +374,13 @@ impl Registry {
         matching
             .filter_map(|(_, slot)| slot.ready.as_ref())
             .for_each(|ready| want_back(&ready.holders));
+    }
+
+    /// Descriptors that published epochs hold.
+    pub(super) fn descriptors(&self) -> usize {
+        let table = lock(&self.table);
+        let ready = table.values().filter_map(|slot| slot.ready.as_ref());
+        ready.map(|ready| ready.epoch.slabs.len() + 2).sum()
     }
 
     /// Changes whenever a lease has ended.

@@ -1,13 +1,14 @@
 //! One connection's life: requests in, replies out, and at most one lease or one announced load.
 //! A peer that is silent, slow, or talks nonsense costs its own connection only.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
+use super::closer::Sent;
 use super::process::Process;
 use super::registry::{Epoch, Found, Lease, Load, Refused, Unload};
 use super::wire::Wire;
@@ -54,7 +55,7 @@ struct Announced {
 
 /// What a session waits for between two requests.
 enum Event {
-    Packet(Vec<u8>, Vec<OwnedFd>),
+    Packet(Vec<u8>, Sent),
     /// The memory that this peer holds is wanted back.
     Wanted,
     End,
@@ -74,17 +75,18 @@ pub(super) async fn serve(
         lease: None,
         load: None,
     };
-    // A peer that may not connect is told so once it has asked: sooner, it might not look.
-    let allowed = allowed.map_err(|e| Refused::new(Refusal::NotAllowed, e.to_string()));
+    if let Err(e) = allowed {
+        // It is told so once it has asked: sooner, it might not look. What it sent is not taken.
+        let _ = timeout(session.step(), session.wire.wait()).await;
+        let refused = Refused::new(Refusal::NotAllowed, e.to_string());
+        let _ = session.refuse_and_close(refused).await;
+        return;
+    }
     loop {
         let Some((packet, fds)) = session.next_packet().await else {
             break;
         };
-        let flow = match &allowed {
-            Ok(()) => session.handle(&packet, fds).await,
-            Err(refused) => session.refuse_and_close(refused.clone()).await,
-        };
-        if flow.is_err() {
+        if session.handle(&packet, fds).await.is_err() {
             break;
         }
     }
@@ -98,7 +100,7 @@ impl Session {
 
     /// The next packet; `None` when the connection is to end. Meanwhile a lease's holder is told when
     /// its memory is wanted back.
-    async fn next_packet(&mut self) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
+    async fn next_packet(&mut self) -> Option<(Vec<u8>, Sent)> {
         loop {
             match self.next_event().await {
                 Event::Packet(packet, fds) => return Some((packet, fds)),
@@ -186,7 +188,7 @@ impl Session {
         }
     }
 
-    async fn handle(&mut self, packet: &[u8], fds: Vec<OwnedFd>) -> Flow {
+    async fn handle(&mut self, packet: &[u8], fds: Sent) -> Flow {
         let request = match protocol::decode::<Request>(packet) {
             Ok(request) => request,
             Err(e) => return self.answer_nonsense(&e).await,

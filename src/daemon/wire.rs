@@ -9,6 +9,7 @@ use serde::Serialize;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
+use super::closer::{self, Sent};
 use crate::protocol;
 use crate::socket::{Received, SocketError, receive_now, send_error, send_now};
 
@@ -25,7 +26,7 @@ impl Wire {
     }
 
     /// The next packet. Waits without end: the caller bounds it. Nothing is lost when it is given up.
-    pub(super) async fn receive(&self) -> Result<(Vec<u8>, Vec<OwnedFd>), SocketError> {
+    pub(super) async fn receive(&self) -> Result<(Vec<u8>, Sent), SocketError> {
         loop {
             let mut ready = self
                 .0
@@ -33,11 +34,16 @@ impl Wire {
                 .await
                 .map_err(|e| SocketError::system("watching a connection", e))?;
             match receive_now(self.0.as_fd())? {
-                Received::Packet(packet, fds) => return Ok((packet, fds)),
+                Received::Packet(packet, fds) => return Ok((packet, Sent::new(fds))),
                 Received::Closed => return Err(SocketError::Closed),
                 Received::Nothing => ready.clear_ready(),
             }
         }
+    }
+
+    /// Waits, without end, until something has come. Takes nothing.
+    pub(super) async fn wait(&self) {
+        let _ = self.0.readable().await;
     }
 
     /// Sends a message with descriptors.
@@ -112,6 +118,11 @@ impl AsFd for Wire {
 impl Drop for Wire {
     fn drop(&mut self) {
         discard(self.0.as_fd());
+        let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Both);
+        // More descriptors may lie in its queue: the last one to hold the socket closes those too.
+        if let Ok(last) = self.0.get_ref().try_clone() {
+            closer::close(vec![last]);
+        }
     }
 }
 
@@ -127,11 +138,10 @@ pub(super) fn watch_fd(fd: OwnedFd, interest: Interest) -> std::io::Result<Async
 /// into an error at the peer's side, which may hide the last reply.
 pub(super) fn discard(socket: BorrowedFd<'_>) {
     for _ in 0..16 {
-        if matches!(
-            receive_now(socket),
-            Ok(Received::Nothing | Received::Closed)
-        ) {
-            return;
+        match receive_now(socket) {
+            Ok(Received::Nothing | Received::Closed) => return,
+            Ok(Received::Packet(_, fds)) => closer::close(fds),
+            Err(_) => {}
         }
     }
 }

@@ -15,6 +15,9 @@ const SEALS: SealFlags = SealFlags::WRITE
     .union(SealFlags::GROW)
     .union(SealFlags::SEAL);
 
+/// `TMPFS_MAGIC` of linux/magic.h: what `statfs` says of a plain memory file.
+const TMPFS: rustix::fs::FsWord = 0x0102_1994;
+
 /// Host slabs that are being filled.
 #[derive(Debug)]
 pub struct HostWriter {
@@ -145,6 +148,12 @@ pub fn check_sealed(fd: BorrowedFd<'_>, what: &str) -> Result<u64, SlabError> {
     };
     let seals =
         rustix::fs::fcntl_get_seals(fd).map_err(|_| not_sealed("it takes no seals".into()))?;
+    // Memory of huge pages takes the same seals, and a page that is not to be had is a SIGBUS to its reader.
+    let filesystem =
+        rustix::fs::fstatfs(fd).map_err(|e| SlabError::system(format!("examining {what}"), e))?;
+    if filesystem.f_type != TMPFS {
+        return Err(not_sealed("it is no memory file of plain pages".into()));
+    }
     if !seals.contains(SEALS) {
         let missing: Vec<_> = (SEALS - seals)
             .iter_names()

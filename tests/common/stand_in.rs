@@ -92,6 +92,12 @@ impl Model {
             slabs[slab] = offset + bytes.len() as u64;
             members[slab].push(i);
             let digest = Digest::of(bytes);
+            // An empty tensor lies nowhere.
+            let (slab, offset) = if bytes.is_empty() {
+                (0, 0)
+            } else {
+                (slab, offset)
+            };
             entries.push(TensorEntry {
                 name: name.clone(),
                 element: *element,

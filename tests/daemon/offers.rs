@@ -115,6 +115,16 @@ fn unsealed(bytes: &[u8]) -> OwnedFd {
     fd
 }
 
+fn huge() -> OwnedFd {
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
+    let fd = memfd_create("huge", flags).unwrap();
+    ftruncate(&fd, 2 << 20).unwrap();
+    let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    fcntl_add_seals(&fd, seals).unwrap();
+    fd
+}
+
 const SPOILED: &[(&str, Spoil, &str)] = &[
     (
         "an unsealed manifest",
@@ -133,6 +143,20 @@ const SPOILED: &[(&str, Spoil, &str)] = &[
             out
         },
         "slab 0 is not sealed memory",
+    ),
+    (
+        "sealed memory of huge pages, which may not be there when they are read",
+        |weights| {
+            let mut out = plain(&weights);
+            out.fds[0] = huge();
+            out
+        },
+        "no memory file of plain pages",
+    ),
+    (
+        "a great many attributes",
+        |weights| lie(weights, |m| m.attributes = vec![Default::default(); 5000]),
+        "more than 4096 elements",
     ),
     (
         "a pipe for a slab",
@@ -283,6 +307,16 @@ const SPOILED: &[(&str, Spoil, &str)] = &[
         "an anchor with slabs in host memory",
     ),
 ];
+
+#[test]
+fn files_that_would_lie_elsewhere_are_in_no_manifest() {
+    for name in ["../config.json", "/etc/hosts", "a/../../b", "", "a\nb"] {
+        let mut manifest = Weights::new("m", 7).manifest;
+        let refused = manifest.encode(vec![(name.into(), b"{}".to_vec())]);
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.contains("no relative path"), "{refused}");
+    }
+}
 
 #[test]
 fn a_lying_offer_is_refused_and_publishes_nothing() {

@@ -248,3 +248,28 @@ fn an_engine_with_too_few_descriptors_says_so_and_attaches_once_it_has_more() {
     });
     assert_eq!(daemon.leases("m"), 0);
 }
+
+#[test]
+fn descriptors_that_are_slow_to_close_hold_nobody_up() {
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
+    let daemon = Daemon::start(quick());
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut others = Vec::new();
+    // More than the daemon has threads.
+    for _ in 0..4 {
+        let mut stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        others.push(listener.accept().unwrap());
+        rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::from_secs(3600))).unwrap();
+        stream.set_nonblocking(true).unwrap();
+        while stream.write(&[0; 1 << 16]).is_ok() {}
+        let peer = daemon.connect();
+        let packet = protocol::encode(&attach_request("m", Duration::ZERO)).unwrap();
+        send_now(peer.as_fd(), &packet, &[stream.as_fd()]).unwrap();
+        // The daemon's is the last that holds it.
+        drop(stream);
+        let (code, _) = refusal(peer.receive(PATIENCE).unwrap().0);
+        assert_eq!(code, Refusal::BadRequest);
+    }
+    amid_good_attaches(&daemon, || {});
+}

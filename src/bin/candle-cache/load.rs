@@ -77,6 +77,11 @@ fn report(e: &anyhow::Error, global: &Global) -> u8 {
 fn load(args: &Args, global: &Global) -> anyhow::Result<()> {
     socket::raise_descriptor_limit();
     let device = args.device.to_fill()?;
+    anyhow::ensure!(
+        args.model.to_str().is_some(),
+        "the path {} is not UTF-8: load it by another path",
+        args.model.display()
+    );
     let variant = args.variant.clone();
     let checkpoint = Checkpoint::open(&args.model, &checkpoint::Options { variant })?;
     let options = LoadOptions {

@@ -200,13 +200,26 @@ fn absence_names_the_nearest_the_other_device_and_the_other_role() {
 }
 
 #[test]
+fn a_full_table_forgets_failures_and_nothing_else() {
+    let registry = Arc::new(Registry::new(2));
+    let loading = registry.announce(&host("loading"), 1).unwrap();
+    registry
+        .announce(&host("failed"), 1)
+        .unwrap()
+        .fail("no room");
+    let second = registry.announce(&host("second"), 1).unwrap();
+    assert!(registry.page(None).0.iter().all(|e| e.failed.is_none()));
+    assert_eq!(code(registry.announce(&host("one more"), 1)), Refusal::Busy);
+    drop((loading, second));
+}
+
+#[test]
 fn pages_hold_every_entry_once_and_fit_into_packets() {
     let registry = Arc::new(Registry::new(200));
     for i in 0..200 {
         let id = host(&format!("{i:0>500}"));
         registry.announce(&id, 1).unwrap().fail("x".repeat(2000));
     }
-    assert_eq!(code(registry.announce(&host("one more"), 1)), Refusal::Busy);
     let (mut seen, mut after, mut pages) = (0, None, 0);
     loop {
         let (entries, more) = registry.page(after.as_ref());

@@ -113,9 +113,13 @@ pub(super) fn nearest(table: &BTreeMap<EntryId, Entry>, wanted: &str) -> String 
         return "the daemon holds nothing yet: `candle-cache load MODEL`".into();
     }
     let count = names.len();
+    // Bounded: everybody waits for the table meanwhile.
+    let start = |name: &str| name.chars().take(64).collect::<String>();
+    let wanted = start(wanted);
     let mut close: Vec<(f64, &str)> = names
         .into_iter()
-        .map(|name| (strsim::jaro_winkler(name, wanted), name))
+        .take(1000)
+        .map(|name| (strsim::jaro_winkler(&start(name), &wanted), name))
         .filter(|(likeness, _)| *likeness > 0.6)
         .collect();
     close.sort_by(|a, b| b.0.total_cmp(&a.0));

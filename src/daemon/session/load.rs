@@ -1,8 +1,27 @@
 //! A session that loads: a worker announces, reports and offers; a client asks for a worker of the daemon's own.
 
-use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
 
 use super::*;
+
+/// Most offers that may wait to be checked.
+const MAX_WAITING: usize = 16;
+
+/// One offer that waits, counted while it does.
+struct Waiting<'a>(&'a std::sync::atomic::AtomicUsize);
+
+impl<'a> Waiting<'a> {
+    fn new(count: &'a std::sync::atomic::AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
 
 impl Session {
     pub(super) async fn announce(&mut self, entry: EntryId, bytes: u64) -> Flow {
@@ -33,11 +52,29 @@ impl Session {
         Ok(())
     }
 
-    pub(super) async fn offer(&mut self, anchor: bool, slabs: u32, fds: Vec<OwnedFd>) -> Flow {
+    pub(super) async fn offer(&mut self, anchor: bool, slabs: u32, fds: Sent) -> Flow {
         let Some(Announced { load, .. }) = self.load.take() else {
             return self.refuse_and_close(not_announced()).await;
         };
-        let Ok(_permit) = self.context.checks.acquire().await else {
+        let context = self.context.clone();
+        let held = context.registry.descriptors();
+        if held + fds.len() > context.descriptors / 2 {
+            let reason = format!(
+                "{} descriptors more would be too many: entries hold {held}, and half of this daemon's limit of {} is for \
+                 them; raise it (LimitNOFILE=, ulimit -n), unload something, or load with larger slabs",
+                fds.len(),
+                context.descriptors
+            );
+            load.fail(reason.clone());
+            return self.refuse(Refused::new(Refusal::Busy, reason)).await;
+        }
+        let waiting = Waiting::new(&context.waiting);
+        if waiting.0.load(Ordering::Relaxed) > MAX_WAITING {
+            let reason = "many other offers wait to be checked: load it again later";
+            load.fail(reason);
+            return self.refuse(Refused::new(Refusal::Busy, reason)).await;
+        }
+        let Ok(_permit) = context.checks.acquire().await else {
             return Err(Close);
         };
         let entry = load.entry.clone();
