@@ -265,6 +265,8 @@ fn words<T>(value: &mut T) -> Result<Vec<usize>, AdoptError> {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     use super::*;
 
     #[test]
