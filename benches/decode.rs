@@ -3,7 +3,7 @@
 //! `decode --name NAME --checkpoint DIR [--device cuda:0|cpu] [--socket-dir DIR]` prints one table.
 
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
@@ -23,6 +23,9 @@ struct Args {
     /// `cpu` or `cuda:N`.
     #[arg(long, default_value = "cuda:0")]
     device: String,
+    /// Compute on a stream of one's own (`Device::new_cuda_with_stream`).
+    #[arg(long)]
+    stream: bool,
     /// Socket folder of the daemon.
     #[arg(long)]
     socket_dir: Option<PathBuf>,
@@ -46,8 +49,9 @@ struct Args {
     bench: bool,
 }
 
-fn device(text: &str) -> Result<Device> {
+fn device(text: &str, stream: bool) -> Result<Device> {
     match text.strip_prefix("cuda:") {
+        Some(n) if stream => Ok(Device::new_cuda_with_stream(n.parse()?)?),
         Some(n) => Ok(Device::new_cuda(n.parse()?)?),
         None => Ok(Device::Cpu),
     }
@@ -92,37 +96,77 @@ impl Run<'_> {
         Ok(Llama::load(vb, &self.config)?)
     }
 
-    /// Logits of the prefill and of every decode step, and the time of each decode step.
-    fn generate(&self, model: &Llama) -> Result<(Vec<Vec<f32>>, Vec<Duration>)> {
-        let mut cache = Cache::new(true, self.dtype, &self.config, &self.device)?;
+    /// A new text for `model`, prefilled.
+    fn start<'m>(&'m self, model: &'m Llama) -> Result<Text<'m>> {
         let vocab = self.config.vocab_size as u32;
         let prompt: Vec<u32> = (0..self.args.prefill as u32)
             .map(|i| (i * 7919 + 13) % vocab)
             .collect();
-        let mut logits = Vec::new();
-        let mut step = |tokens: &[u32], at: usize| -> Result<u32> {
-            let input = Tensor::new(tokens, &self.device)?.unsqueeze(0)?;
-            let out = model
-                .forward(&input, at, &mut cache)?
-                .squeeze(0)?
-                .to_dtype(DType::F32)?
-                .to_vec1::<f32>()?;
-            let best = out
-                .iter()
-                .enumerate()
-                .max_by(|a, b| a.1.total_cmp(b.1))
-                .map(|(i, _)| i as u32);
-            logits.push(out);
-            best.context("no logits")
+        let mut text = Text {
+            model,
+            device: &self.device,
+            cache: Cache::new(true, self.dtype, &self.config, &self.device)?,
+            next: prompt,
+            at: 0,
+            logits: Vec::new(),
         };
-        let mut next = step(&prompt, 0)?;
-        let mut times = Vec::new();
-        for i in 0..self.args.decode {
-            let start = Instant::now();
-            next = step(&[next], self.args.prefill + i)?;
-            times.push(start.elapsed());
+        text.step()?;
+        Ok(text)
+    }
+
+    /// Logits of the prefill and of every decode step.
+    fn generate(&self, model: &Llama) -> Result<Vec<Vec<f32>>> {
+        let mut text = self.start(model)?;
+        for _ in 0..self.args.decode {
+            text.step()?;
         }
-        Ok((logits, times))
+        Ok(text.logits)
+    }
+
+    /// Medians of the time that each of two models takes for a token, in milliseconds. They take turns token by
+    /// token, and take turns in who begins: what the machine does meanwhile meets both.
+    fn decode_in_turn(&self, models: [&Llama; 2]) -> Result<[f64; 2]> {
+        let mut texts = [self.start(models[0])?, self.start(models[1])?];
+        let mut times = [Vec::new(), Vec::new()];
+        for token in 0..self.args.decode {
+            for turn in 0..2 {
+                let which = (token + turn) % 2;
+                let start = Instant::now();
+                texts[which].step()?;
+                times[which].push(start.elapsed());
+            }
+        }
+        Ok(times.map(|mut times| {
+            times.sort();
+            times[times.len() / 2].as_secs_f64() * 1e3
+        }))
+    }
+}
+
+/// A text that a model is writing.
+struct Text<'m> {
+    model: &'m Llama,
+    device: &'m Device,
+    cache: Cache,
+    /// What the model has not seen yet.
+    next: Vec<u32>,
+    /// Tokens that it has seen.
+    at: usize,
+    logits: Vec<Vec<f32>>,
+}
+
+impl Text<'_> {
+    /// Shows the model what it has not seen, and takes the likeliest token.
+    fn step(&mut self) -> Result<()> {
+        let input = Tensor::new(self.next.as_slice(), self.device)?.unsqueeze(0)?;
+        let out = self.model.forward(&input, self.at, &mut self.cache)?;
+        let out = out.squeeze(0)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        let best = out.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1));
+        let best = best.map(|(i, _)| i as u32).context("no logits")?;
+        self.logits.push(out);
+        self.at += self.next.len();
+        self.next = vec![best];
+        Ok(())
     }
 }
 
@@ -160,7 +204,7 @@ fn memory(run: &Run<'_>, source: &str) -> Result<()> {
     };
     run.device.synchronize()?;
     let built = free_bytes();
-    let (first, _) = run.generate(&model)?;
+    let first = run.generate(&model)?;
     run.device.synchronize()?;
     let after = free_bytes();
     println!(
@@ -171,7 +215,7 @@ fn memory(run: &Run<'_>, source: &str) -> Result<()> {
     );
     if run.args.stay {
         std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
-        let (again, _) = run.generate(&model)?;
+        let again = run.generate(&model)?;
         println!(
             "logits after what happened meanwhile: {} of {} differ",
             differing(&first, &again),
@@ -185,7 +229,7 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let config: LlamaConfig =
         serde_json::from_slice(&std::fs::read(args.checkpoint.join("config.json"))?)?;
-    let device = device(&args.device)?;
+    let device = device(&args.device, args.stream)?;
     let dtype = if device.is_cuda() {
         DType::BF16
     } else {
@@ -215,8 +259,8 @@ fn main() -> Result<()> {
     );
 
     // Kernels are compiled in the first round; it is checked and not timed. Another lets the clocks settle.
-    let (a, _) = run.generate(&cached)?;
-    let (b, _) = run.generate(&stock)?;
+    let a = run.generate(&cached)?;
+    let b = run.generate(&stock)?;
     let different = differing(&a, &b);
     println!(
         "logits: {} steps, {} values, {different} differ",
@@ -229,21 +273,10 @@ fn main() -> Result<()> {
     );
     ensure!(different == 0, "logits differ");
 
-    run.generate(&cached)?;
-    run.generate(&stock)?;
+    run.decode_in_turn([&cached, &stock])?;
     let mut ratios = Vec::new();
     for round in 1..=args.rounds {
-        // In turn, twice, in the order A B B A: clocks that rise or fall meanwhile favour neither. The median of the
-        // tokens: a hiccup of the machine favours neither, too.
-        let mut times = [Vec::new(), Vec::new()];
-        for which in [0, 1, 1, 0] {
-            let which = (which + round) % 2;
-            times[which].extend(run.generate([&cached, &stock][which])?.1);
-        }
-        let [cache_ms, disk_ms] = times.map(|mut times| {
-            times.sort();
-            times[times.len() / 2].as_secs_f64() * 1e3
-        });
+        let [cache_ms, disk_ms] = run.decode_in_turn([&cached, &stock])?;
         ratios.push(cache_ms / disk_ms);
         println!(
             "round {round}: cache {cache_ms:.3} ms a token, disk {disk_ms:.3}, ratio {:.3}",

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every figure of docs/results.md, on a machine with an NVIDIA GPU: checks and times, and prints a table last.
 #
-#   scripts/gpu-results.sh [check|smollm2|many|small|llama|two]...      default: all but two
+#   scripts/gpu-results.sh [check|smollm2|many|small|llama|quantize|two]...      default: all but two
 #
 # Takes the programs from $CANDLE_CACHE_PROGRAMS (gpu, decode, attach, llama, candle-cache), else builds them.
 # `llama` writes 16 GiB of random weights to $CANDLE_CACHE_WORK (default: a temp folder) and needs torch, as does `many`
@@ -10,7 +10,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(check smollm2 many small llama)
+[ ${#steps[@]} -gt 0 ] || steps=(check smollm2 many small llama quantize)
 
 if [ -z "${CANDLE_CACHE_PROGRAMS:-}" ]; then
     . scripts/cuda-toolkit.sh
@@ -90,8 +90,7 @@ llama8b() {
     for source in cache disk; do
         decode --name llama8b --checkpoint "$model" --memory $source 2>&1 | tee -a "$rows"
     done
-    decode --name llama8b --checkpoint "$model" 2>&1 | tee "$work/decode.table"
-    grep -E 'logits|ratio, median|model ready' "$work/decode.table" >>"$rows"
+    decode_both llama8b "$model" 8B
 
     # Three engines at once.
     local pids=() pipes=()
@@ -133,8 +132,41 @@ small() {
         --kv-heads 12
     serve
     candle-cache load "$model" --name small --device cuda:0
-    decode --name small --checkpoint "$model" --decode 128 2>&1 | tee "$work/small.table"
-    grep -E 'logits|ratio, median|model ready' "$work/small.table" | sed 's/^/small: /' >>"$rows"
+    decode_both small "$model" small --decode 256
+    stop
+}
+
+# On candle's default stream, and on a stream of the device's own.
+decode_both() { # entry, checkpoint, label, further arguments
+    local stream
+    for stream in "" --stream; do
+        decode --name "$1" --checkpoint "$2" $stream "${@:4}" 2>&1 | tee "$work/decode.table"
+        grep -E 'logits|ratio, median|model ready' "$work/decode.table" | sed "s/^/$3${stream:+, $stream}: /" >>"$rows"
+    done
+}
+
+# Seconds and peak resident memory (MiB) of a command, which must succeed.
+measured() {
+    python3 - "$@" <<'PYTHON'
+import resource, subprocess, sys, time
+start = time.monotonic()
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(f"{time.monotonic() - start:.2f} s, {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024} MiB")
+PYTHON
+}
+
+quantize() {
+    echo "== quantizing"
+    local model=$work/llama1b threads
+    [ -f "$model/config.json" ] || python3 benches/make_checkpoint.py llama "$model" --layers 16 --hidden 2048 --intermediate 8192 \
+        --heads 32 --kv-heads 8
+    serve
+    candle-cache plan "$model" --quantize q4k | tail -n 6 | tee -a "$rows"
+    row "1B shape, as it is, 16 threads: time, peak memory" "$(measured candle-cache load "$model" --device cuda:0 --force)"
+    for threads in 16 8 4 2 1; do
+        row "1B shape, q4k, $threads threads: time, peak memory" \
+            "$(measured candle-cache load "$model" --device cuda:0 --quantize q4k --threads $threads --force)"
+    done
     stop
 }
 
@@ -161,7 +193,7 @@ two() {
 
 for step in "${steps[@]}"; do
     case $step in
-        check | smollm2 | many | small | two) "$step" ;; llama) llama8b ;;
+        check | smollm2 | many | small | quantize | two) "$step" ;; llama) llama8b ;;
         *) echo "no such step: $step" >&2; exit 2 ;;
     esac
 done

@@ -11,6 +11,8 @@ pub mod key;
 pub mod loader;
 pub mod manifest;
 pub mod protocol;
+#[cfg(feature = "cli")]
+pub mod quantize;
 pub mod slab;
 pub mod socket;
 pub mod tensors;

@@ -167,6 +167,10 @@ pub struct LoadRequest {
     pub device: String,
     /// `stored`, `bf16`, `f16` or `f32`.
     pub dtype: String,
+    /// The recipe to quantize by, as the command line takes it; `None`: not quantized.
+    pub quantize: Option<String>,
+    /// The importance matrix to quantize with: a file, absolute.
+    pub imatrix: Option<String>,
 }
 
 /// How far a load has come.

@@ -10,6 +10,7 @@ use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::key::Key;
 use crate::manifest::{self, Digest, ElementType, Manifest, ManifestError};
 use crate::protocol::{self, EntryId, EpochId, Progress, ProtocolError, Refusal, Reply, Request};
+use crate::quantize::{AssignError, Quantize};
 use crate::slab::{self, DeviceId, Export, SlabError};
 use crate::socket::{Connection, SocketError};
 
@@ -108,7 +109,9 @@ pub struct LoadOptions {
     /// Bytes of a slab; `None`: 4 GiB, or a 240th of the whole where that is more. Always raised to
     /// the largest tensor, and until [`manifest::MAX_SLABS`] slabs suffice.
     pub slab_bytes: Option<u64>,
-    /// Threads that read, hash, convert and write; `None`: one a core, [`DEFAULT_THREADS`] at most.
+    /// Quantize while loading; `None`: not.
+    pub quantize: Option<Quantize>,
+    /// Threads that read, hash, convert, quantize and write; `None`: one a core, [`DEFAULT_THREADS`] at most.
     pub threads: Option<usize>,
 }
 
@@ -118,6 +121,7 @@ impl Default for LoadOptions {
             name: None,
             device: DeviceId::Host,
             dtype: TargetDtype::Stored,
+            quantize: None,
             slab_bytes: None,
             threads: None,
         }
@@ -135,7 +139,10 @@ impl LoadOptions {
         Key {
             model: self.entry_name(checkpoint).to_string(),
             dtype: self.dtype.to_string(),
-            recipe: "none".to_string(),
+            recipe: match &self.quantize {
+                Some(quantize) => quantize.canonical(),
+                None => "none".to_string(),
+            },
             format: manifest::FORMAT_VERSION,
             sources: checkpoint.files.iter().map(|f| f.receipt.clone()).collect(),
         }
@@ -251,6 +258,26 @@ pub enum WorkerError {
         /// The tensor.
         name: String,
     },
+    /// The recipe cannot be followed on this checkpoint.
+    #[error(transparent)]
+    Recipe(#[from] AssignError),
+    /// A value that quantization would silently turn into something else.
+    #[error(
+        "tensor `{name}` holds {value:e} at element {index} (counted from 0, row by row), which {to} {why}: say `{name}=stored` \
+         in the recipe, repair the checkpoint, or give --allow-nonfinite to quantize it all the same"
+    )]
+    Ruined {
+        /// The tensor.
+        name: String,
+        /// The first such element.
+        index: u64,
+        /// Its value.
+        value: f32,
+        /// The type it was to be quantized to.
+        to: ElementType,
+        /// What is against it.
+        why: &'static str,
+    },
     /// candle could not convert a tensor.
     #[error("converting tensor `{name}` from {from} to {to}: {source}")]
     Convert {
@@ -296,6 +323,8 @@ fn fill_until(
     report: &Report<'_>,
 ) -> Result<Loaded, WorkerError> {
     let threads = options.threads();
+    // What cannot be followed is found out before a tensor is looked at.
+    Plan::new(checkpoint, options, &alias::Aliases::none())?;
     let aliases = alias::find(checkpoint, threads, report)?;
     let plan = Plan::new(checkpoint, options, &aliases)?;
     let key = options.key(checkpoint);

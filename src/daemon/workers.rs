@@ -21,10 +21,14 @@ const TAIL: usize = 4 << 10;
 /// How long to wait for a dead worker's last words: a child of its own may hold the pipe open.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 /// Variables for `load` that belong to the operator's own command line, not to a worker's.
-const NOT_INHERITED: [&str; 3] = [
+const NOT_INHERITED: [&str; 7] = [
     "CANDLE_CACHE_MODEL",
     "CANDLE_CACHE_NAME",
     "CANDLE_CACHE_JSON",
+    "CANDLE_CACHE_QUANTIZE",
+    "CANDLE_CACHE_IMATRIX",
+    "CANDLE_CACHE_ALLOW_NONFINITE",
+    "CANDLE_CACHE_REQUANTIZE",
 ];
 
 /// Every worker that is running.
@@ -93,6 +97,8 @@ impl Workers {
             .args(request.name.iter().map(|name| format!("--name={name}")))
             .arg(format!("--device={}", request.device))
             .arg(format!("--dtype={}", request.dtype))
+            .args(request.quantize.iter().map(|r| format!("--quantize={r}")))
+            .args(request.imatrix.iter().map(|i| format!("--imatrix={i}")))
             .arg("--socket-dir")
             .arg(&self.folder)
             .envs_removed(&NOT_INHERITED)
@@ -223,6 +229,8 @@ fn check(request: &LoadRequest) -> Result<(), Refused> {
         ("name", request.name.as_ref(), MAX_ENTRY_NAME),
         ("device", Some(&request.device), 128),
         ("dtype", Some(&request.dtype), 128),
+        ("recipe", request.quantize.as_ref(), MAX_TEXT),
+        ("importance matrix", request.imatrix.as_ref(), MAX_TEXT),
     ];
     for (what, value, limit) in fields {
         let Some(value) = value else { continue };

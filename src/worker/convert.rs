@@ -1,44 +1,289 @@
-//! Conversion of float elements, done by candle on the CPU, so that the results are candle's own to the bit.
-//! Works on runs of whole elements: how a tensor is cut into runs does not show.
+//! Conversion and quantization of a tensor's elements, done by candle on the CPU, so that the results are candle's own
+//! to the bit. Works on runs of whole blocks, in small pieces that every idle thread of the pool takes a share of: how
+//! a tensor is cut does not show.
 
+use std::borrow::Cow;
+use std::ops::Range;
+
+use candle_core::quantized::{QStorage, QTensor};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use half::f16;
+use rayon::prelude::*;
 
+use super::WorkerError;
+use super::plan::Placed;
+use crate::checkpoint::SourceTensor;
 use crate::manifest::ElementType;
+use crate::tensors::{ggml_dtype, plain_dtype};
 
-/// Converts whole elements of type `from` into `out`, which must have room for exactly as many of type `to`.
-///
-/// # Errors
-/// candle's own; and when either type is none of F64, F32, F16 and BF16, or the lengths do not fit.
-pub(super) fn convert(
-    bytes: &[u8],
+/// Elements that are converted at a time: whole blocks of every type.
+const PIECE: u64 = 64 << 10;
+
+const BEYOND: &str = "has no block scale for";
+/// Nothing beyond this fits a block whose scale is a half: Q6_K reaches furthest. candle's own sums overflow somewhat
+/// later, and what comes out then has scales that look sound.
+const FURTHEST: f32 = 65504.0 * 128.0 * 32.0;
+
+/// How one tensor's elements become others.
+pub(super) struct Conversion<'a> {
+    tensor: &'a SourceTensor,
     from: ElementType,
     to: ElementType,
-    out: &mut [u8],
-) -> candle_core::Result<()> {
-    let (from, to) = (dtype(from)?, dtype(to)?);
-    let count = bytes.len() / from.size_in_bytes();
-    let tensor = Tensor::from_raw_buffer(bytes, from, &[count], &Device::Cpu)?.to_dtype(to)?;
-    if out.len() != count * to.size_in_bytes() || bytes.len() != count * from.size_in_bytes() {
-        candle_core::bail!(
-            "{} bytes of {from:?} do not fill {} bytes of {to:?}",
-            bytes.len(),
-            out.len()
-        );
+    /// Elements of a row, and rows of one expert's matrix.
+    row: u64,
+    rows: u64,
+    importance: Option<&'a [f32]>,
+    allow_nonfinite: bool,
+}
+
+/// One piece of a run: where it begins in the tensor, and its bytes before and after.
+struct Piece<'a> {
+    at: u64,
+    elements: u64,
+    source: &'a [u8],
+    out: &'a mut [u8],
+}
+
+impl<'a> Conversion<'a> {
+    pub(super) fn new(tensor: &'a SourceTensor, placed: &'a Placed, allow_nonfinite: bool) -> Self {
+        let mut shape = tensor.shape.iter().rev().copied();
+        Self {
+            tensor,
+            from: tensor.element,
+            to: placed.element,
+            row: shape.next().unwrap_or(1),
+            rows: shape.next().unwrap_or(1),
+            importance: placed.importance.as_deref(),
+            allow_nonfinite,
+        }
     }
-    let (storage, _) = tensor.storage_and_layout();
-    match &*storage {
-        Storage::Cpu(CpuStorage::BF16(values)) => {
-            put(values, out, |v| v.to_le_bytes());
-        }
-        Storage::Cpu(CpuStorage::F16(values)) => {
-            put(values, out, |v| v.to_le_bytes());
-        }
-        Storage::Cpu(CpuStorage::F32(values)) => {
-            put(values, out, |v| v.to_le_bytes());
-        }
-        _ => candle_core::bail!("{to:?} is not a type to convert to"),
+
+    /// Elements of the smallest run: a whole number of blocks before and after.
+    pub(super) fn unit(&self) -> u64 {
+        // Both are powers of two.
+        self.from.block_elements().max(self.to.block_elements())
     }
-    Ok(())
+
+    /// Bytes that `elements` take before and after.
+    pub(super) fn bytes(&self, elements: u64) -> (u64, u64) {
+        let of = |t: ElementType| elements / t.block_elements() * t.block_bytes();
+        (of(self.from), of(self.to))
+    }
+
+    /// Converts the run that begins at element `at`. `out` must have room for exactly what comes out.
+    ///
+    /// # Errors
+    /// candle's own; and [`WorkerError::Ruined`] for a value that no block can hold.
+    pub(super) fn run(&self, at: u64, source: &[u8], out: &mut [u8]) -> Result<(), WorkerError> {
+        let elements = source.len() as u64 / self.from.block_bytes() * self.from.block_elements();
+        let (mut source, mut out) = (source, out);
+        let mut pieces = Vec::new();
+        for range in self.cut(at..at + elements) {
+            let elements = range.end - range.start;
+            let (before, after) = self.bytes(elements);
+            let (mine, rest) = source.split_at(before as usize);
+            source = rest;
+            let (mine_out, rest) = out.split_at_mut(after as usize);
+            out = rest;
+            pieces.push(Piece {
+                at: range.start,
+                elements,
+                source: mine,
+                out: mine_out,
+            });
+        }
+        let outcomes: Vec<Result<(), WorkerError>> = pieces
+            .into_par_iter()
+            .map(|piece| self.piece(piece))
+            .collect();
+        // The first in order, not in time: an error names the tensor's first bad element.
+        outcomes.into_iter().collect()
+    }
+
+    /// Cuts a run into pieces. What columns matter for goes by whole rows, or by parts of one.
+    fn cut(&self, run: Range<u64>) -> Vec<Range<u64>> {
+        let mut pieces = Vec::new();
+        let mut at = run.start;
+        while at < run.end {
+            let left = run.end - at;
+            let column = at % self.row;
+            let whole_rows = PIECE.min(left) / self.row * self.row;
+            let length = match self.importance {
+                None => PIECE.min(left),
+                Some(_) if column == 0 && whole_rows > 0 => {
+                    // Not past an expert's last row: the next has its own columns.
+                    let row = at / self.row;
+                    whole_rows.min((self.rows - row % self.rows) * self.row)
+                }
+                Some(_) => PIECE.min(left).min(self.row - column),
+            };
+            pieces.push(at..at + length);
+            at += length;
+        }
+        pieces
+    }
+
+    fn piece(&self, piece: Piece<'_>) -> Result<(), WorkerError> {
+        if !self.to.is_quantized() && !self.from.is_quantized() {
+            return self
+                .plain(piece.source, piece.out)
+                .map_err(|e| self.candle(e));
+        }
+        let floats = self
+            .floats(piece.source, piece.elements)
+            .map_err(|e| self.candle(e))?;
+        if !self.to.is_quantized() {
+            return self.put(&floats, piece.out).map_err(|e| self.candle(e));
+        }
+        self.check_finite(&floats, piece.at)?;
+        self.quantize(&floats, piece.at, piece.out)
+            .map_err(|e| self.candle(e))?;
+        self.check_scales(&floats, piece.at, piece.out)
+    }
+
+    fn plain(&self, source: &[u8], out: &mut [u8]) -> candle_core::Result<()> {
+        let from = float(self.from)?;
+        let count = source.len() / from.size_in_bytes();
+        self.put(
+            &Tensor::from_raw_buffer(source, from, &[count], &Device::Cpu)?,
+            out,
+        )
+    }
+
+    /// Writes a tensor's values as the type that is wanted.
+    fn put(&self, tensor: &Tensor, out: &mut [u8]) -> candle_core::Result<()> {
+        let to = float(self.to)?;
+        let tensor = tensor.to_dtype(to)?;
+        if out.len() != tensor.elem_count() * to.size_in_bytes() {
+            candle_core::bail!(
+                "{} values of {to:?} do not fill {} bytes",
+                tensor.elem_count(),
+                out.len()
+            );
+        }
+        let (storage, _) = tensor.storage_and_layout();
+        match &*storage {
+            Storage::Cpu(CpuStorage::BF16(values)) => put(values, out, |v| v.to_le_bytes()),
+            Storage::Cpu(CpuStorage::F16(values)) => put(values, out, |v| v.to_le_bytes()),
+            Storage::Cpu(CpuStorage::F32(values)) => put(values, out, |v| v.to_le_bytes()),
+            _ => candle_core::bail!("{to:?} is not a type to convert to"),
+        }
+        Ok(())
+    }
+
+    /// The elements as F32, shape `(elements,)`.
+    fn floats(&self, source: &[u8], elements: u64) -> candle_core::Result<Tensor> {
+        let count = elements as usize;
+        match (ggml_dtype(self.from), self.from.is_quantized()) {
+            (Some(dtype), true) => {
+                let storage = QStorage::from_data(Cow::Borrowed(source), &Device::Cpu, dtype)?;
+                QTensor::new(storage, count)?.dequantize(&Device::Cpu)
+            }
+            _ => Tensor::from_raw_buffer(source, float(self.from)?, &[count], &Device::Cpu)?
+                .to_dtype(DType::F32),
+        }
+    }
+
+    fn quantize(&self, floats: &Tensor, at: u64, out: &mut [u8]) -> candle_core::Result<()> {
+        let Some(dtype) = ggml_dtype(self.to) else {
+            candle_core::bail!("{} is no type to quantize to", self.to)
+        };
+        let quantized = match self.importance {
+            None => QTensor::quantize(floats, dtype)?,
+            Some(importance) => {
+                let (row, column) = (at / self.row, at % self.row);
+                // One row of values for all, or one for each expert.
+                let start = match importance.len() as u64 {
+                    all if all == self.row => column,
+                    _ => row / self.rows * self.row + column,
+                };
+                let columns = (floats.elem_count() as u64).min(self.row);
+                let important = &importance[start as usize..][..columns as usize];
+                let rows = floats.reshape(((), columns as usize))?;
+                QTensor::quantize_imatrix(&rows, important, dtype)?
+            }
+        };
+        let data = quantized.data()?;
+        if data.len() != out.len() {
+            candle_core::bail!("{} bytes came out, {} were expected", data.len(), out.len());
+        }
+        out.copy_from_slice(&data);
+        Ok(())
+    }
+
+    fn check_finite(&self, floats: &Tensor, at: u64) -> Result<(), WorkerError> {
+        if self.allow_nonfinite {
+            return Ok(());
+        }
+        self.with(floats, |values| {
+            let limit = match self.to {
+                ElementType::Q8K => f32::MAX,
+                _ => FURTHEST,
+            };
+            // NaN is within nothing.
+            let within = |v: &f32| v.abs() <= limit;
+            match values.iter().position(|v| !within(v)) {
+                None => Ok(()),
+                Some(i) if values[i].is_finite() => {
+                    Err(self.ruined(at + i as u64, values[i], BEYOND))
+                }
+                Some(i) => Err(self.ruined(at + i as u64, values[i], "cannot hold")),
+            }
+        })
+    }
+
+    /// A block whose scale is beyond its own type's range comes back as infinities and NaN.
+    fn check_scales(&self, floats: &Tensor, at: u64, out: &[u8]) -> Result<(), WorkerError> {
+        if self.allow_nonfinite {
+            return Ok(());
+        }
+        let (elements, bytes) = (self.to.block_elements(), self.to.block_bytes());
+        let bad = out
+            .chunks_exact(bytes as usize)
+            .position(|block| !scales_are_finite(self.to, block));
+        let Some(bad) = bad else {
+            return Ok(());
+        };
+        self.with(floats, |values| {
+            let start = bad * elements as usize;
+            let block = values[start..][..elements as usize].iter().enumerate();
+            let largest = block.max_by(|a, b| a.1.abs().total_cmp(&b.1.abs()));
+            let (i, value) = largest.map_or((0, 0.0), |(i, v)| (i, *v));
+            let index = at + (start + i) as u64;
+            Err(self.ruined(index, value, BEYOND))
+        })
+    }
+
+    fn with(
+        &self,
+        floats: &Tensor,
+        look: impl Fn(&[f32]) -> Result<(), WorkerError>,
+    ) -> Result<(), WorkerError> {
+        let (storage, _) = floats.storage_and_layout();
+        match &*storage {
+            Storage::Cpu(CpuStorage::F32(values)) => look(values),
+            _ => Ok(()),
+        }
+    }
+
+    fn ruined(&self, index: u64, value: f32, why: &'static str) -> WorkerError {
+        WorkerError::Ruined {
+            name: self.tensor.name.clone(),
+            index,
+            value,
+            to: self.to,
+            why,
+        }
+    }
+
+    fn candle(&self, source: candle_core::Error) -> WorkerError {
+        WorkerError::Convert {
+            name: self.tensor.name.clone(),
+            from: self.from,
+            to: self.to,
+            source: Box::new(source),
+        }
+    }
 }
 
 fn put<T: Copy, const N: usize>(values: &[T], out: &mut [u8], bytes: impl Fn(T) -> [u8; N]) {
@@ -47,12 +292,27 @@ fn put<T: Copy, const N: usize>(values: &[T], out: &mut [u8], bytes: impl Fn(T) 
     }
 }
 
-fn dtype(element: ElementType) -> candle_core::Result<DType> {
-    match element {
-        ElementType::BF16 => Ok(DType::BF16),
-        ElementType::F16 => Ok(DType::F16),
-        ElementType::F32 => Ok(DType::F32),
-        ElementType::F64 => Ok(DType::F64),
-        other => candle_core::bail!("{other} is never converted"),
+fn float(element: ElementType) -> candle_core::Result<DType> {
+    use ElementType::{BF16, F8E4M3, F16, F32, F64};
+    match (element, plain_dtype(element)) {
+        (BF16 | F16 | F32 | F64 | F8E4M3, Some(dtype)) => Ok(dtype),
+        _ => candle_core::bail!("{element} is never converted"),
     }
+}
+
+/// Whether every scale of a block, where its layout has them, is a number.
+fn scales_are_finite(element: ElementType, block: &[u8]) -> bool {
+    use ElementType::{Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Q8_1, Q8K};
+    let halves: &[usize] = match element {
+        Q4_0 | Q5_0 | Q8_0 => &[0],
+        Q4_1 | Q5_1 | Q8_1 | Q4K | Q5K => &[0, 2],
+        Q2K => &[80, 82],
+        Q3K => &[108],
+        Q6K => &[208],
+        Q8K => return f32::from_le_bytes([block[0], block[1], block[2], block[3]]).is_finite(),
+        _ => &[],
+    };
+    halves
+        .iter()
+        .all(|at| f16::from_le_bytes([block[*at], block[at + 1]]).is_finite())
 }

@@ -1,9 +1,13 @@
 //! Where each tensor will lie, decided from headers alone, before any memory is taken.
 //! Tensors follow one another in the slabs as they do in the files, so that reading is sequential.
 
-use crate::checkpoint::Checkpoint;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::checkpoint::{Checkpoint, SourceTensor};
 use crate::key::Key;
 use crate::manifest::{ALIGNMENT, Alias, Digest, ElementType, MAX_SLABS, Manifest, TensorEntry};
+use crate::quantize::{self, Assigned};
 use crate::slab::{CHUNK, DeviceId};
 
 use super::alias::Aliases;
@@ -20,7 +24,7 @@ const CUDA_PAGE: u64 = 2 << 20;
 const CUDA_PADDING: u64 = 512;
 
 /// The layout of one entry.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// Length of each slab, in bytes.
     pub slabs: Vec<u64>,
@@ -28,10 +32,12 @@ pub struct Plan {
     pub tensors: Vec<Placed>,
     /// Second names, in order: index into [`Checkpoint::tensors`], index into [`Plan::tensors`].
     pub aliases: Vec<(usize, usize)>,
+    /// Quantize values that no block can hold into whatever comes out.
+    pub allow_nonfinite: bool,
 }
 
 /// One tensor's place.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Placed {
     /// Index into [`Checkpoint::tensors`].
     pub source: usize,
@@ -45,6 +51,8 @@ pub struct Placed {
     pub slab: u32,
     /// Bytes from the slab's start.
     pub offset: u64,
+    /// How much each column matters to quantization: see [`Assigned::importance`].
+    pub importance: Option<Arc<[f32]>>,
 }
 
 /// Digests of one tensor: in the checkpoint, and in the slab.
@@ -61,18 +69,27 @@ impl Plan {
         aliases: &Aliases,
     ) -> Result<Self, WorkerError> {
         let cuda = matches!(options.device, DeviceId::Cuda(_));
+        let becomes = becomes(checkpoint, options)?;
         let mut tensors = Vec::with_capacity(checkpoint.tensors.len());
-        let mut place_of = vec![None; checkpoint.tensors.len()];
+        let mut seconds = Vec::new();
+        // Equal tensors share a place where they become the same: by the first of them, the type, and what is important.
+        let mut places: HashMap<(usize, ElementType, Option<*const f32>), usize> = HashMap::new();
         let mut total = 0u64;
-        for (source, t) in checkpoint.tensors.iter().enumerate() {
-            if aliases.first_of(source).is_some() {
+        for (source, (t, becomes)) in checkpoint.tensors.iter().zip(becomes).enumerate() {
+            let Becomes {
+                element,
+                importance,
+            } = becomes;
+            let first = aliases.first_of(source).unwrap_or(source);
+            let place = (first, element, importance.as_ref().map(|i| i.as_ptr()));
+            if let Some(place) = places.get(&place) {
+                seconds.push((source, *place));
                 continue;
             }
             let too_large = || WorkerError::TooLarge {
                 dtype: options.dtype,
                 name: t.name.clone(),
             };
-            let element = options.dtype.of(t.element);
             let bytes = if element == t.element {
                 t.bytes
             } else {
@@ -89,7 +106,7 @@ impl Plan {
                 .and_then(|room| total.checked_add(room))
                 .filter(|total| *total <= u64::MAX / 2)
                 .ok_or_else(too_large)?;
-            place_of[source] = Some(tensors.len());
+            places.insert(place, tensors.len());
             tensors.push(Placed {
                 source,
                 element,
@@ -97,6 +114,7 @@ impl Plan {
                 tail,
                 slab: 0,
                 offset: 0,
+                importance,
             });
         }
 
@@ -110,11 +128,11 @@ impl Plan {
         let page = if cuda { CUDA_PAGE } else { 1 };
         let slabs = pack(&mut tensors, &order, total, options.slab_bytes, page);
 
-        let second = |source| Some((source, place_of[aliases.first_of(source)?]?));
         Ok(Self {
             slabs,
-            aliases: (0..checkpoint.tensors.len()).filter_map(second).collect(),
+            aliases: seconds,
             tensors,
+            allow_nonfinite: options.quantize.as_ref().is_some_and(|q| q.allow_nonfinite),
         })
     }
 
@@ -128,7 +146,8 @@ impl Plan {
         let buffers = |placed: &Placed| {
             let source = &checkpoint.tensors[placed.source];
             let one = source.bytes.max(placed.bytes).min(CHUNK as u64);
-            // What was read, candle's copies before and after converting, and the lane's own.
+            // What was read, candle's copies before and after converting, and the lane's own. Pieces that are quantized
+            // are small: see `convert::PIECE`.
             if placed.element == source.element {
                 one
             } else {
@@ -172,6 +191,32 @@ impl Plan {
             files: Vec::new(),
         }
     }
+}
+
+/// What one tensor is stored as.
+struct Becomes {
+    element: ElementType,
+    importance: Option<Arc<[f32]>>,
+}
+
+fn becomes(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Vec<Becomes>, WorkerError> {
+    let plain = |t: &SourceTensor| options.dtype.of(t.element);
+    let tensors = &checkpoint.tensors;
+    let Some(how) = &options.quantize else {
+        return Ok(tensors
+            .iter()
+            .map(|t| Becomes {
+                element: plain(t),
+                importance: None,
+            })
+            .collect());
+    };
+    let assigned = quantize::assign(tensors, how)?;
+    let becomes = |(t, assigned): (&SourceTensor, Assigned)| Becomes {
+        element: assigned.target.unwrap_or_else(|| plain(t)),
+        importance: assigned.importance,
+    };
+    Ok(tensors.iter().zip(assigned).map(becomes).collect())
 }
 
 /// Places the tensors in `order`, and returns the slabs' lengths: multiples of `page`, at most [`MAX_SLABS`].

@@ -1,5 +1,5 @@
-//! Work spread over a few threads, each with a state of its own.
-//! The first error wins, and the others stop.
+//! Work spread over a few threads, each with a state of its own. The first error wins, and the others stop.
+//! Parallel iterators within a piece of work share the same threads: one that has run out of pieces helps the others.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -17,7 +17,7 @@ impl Halt {
 }
 
 /// Runs `work` on the numbers below `items`, in about that order, on up to `threads` threads, and returns the results
-/// in the numbers' order. `state` is called once a thread. `work` returns `None` only after [`Halt::told`].
+/// in the numbers' order. `state` is called once for each thread that has something to do. `work` returns `None` only after [`Halt::told`].
 pub(super) fn map<S, T: Send>(
     threads: usize,
     items: usize,
@@ -32,13 +32,17 @@ pub(super) fn map<S, T: Send>(
     let run = || {
         let mut mine = Vec::new();
         let outcome = (|| {
-            let mut state = state()?;
+            let mut mine_alone = None;
             while !halt.told() {
                 let item = next.fetch_add(1, Ordering::Relaxed);
                 if item >= items {
                     break;
                 }
-                match work(&mut state, item, &halt)? {
+                let state = match &mut mine_alone {
+                    Some(state) => state,
+                    none => none.insert(state()?),
+                };
+                match work(state, item, &halt)? {
                     Some(result) => mine.push((item, result)),
                     None => break,
                 }
@@ -54,16 +58,11 @@ pub(super) fn map<S, T: Send>(
         }
     };
     if items > 0 {
-        std::thread::scope(|scope| {
-            for _ in 1..threads.min(items) {
-                let thread = std::thread::Builder::new().name("worker".into());
-                if let Err(e) = thread.spawn_scoped(scope, run) {
-                    tracing::warn!("going on with fewer threads: {e}");
-                    break;
-                }
-            }
-            run();
-        });
+        match crew(threads) {
+            // Each thread takes pieces until there are none; then it is free to help within those of others.
+            Some(crew) => drop(crew.broadcast(|_| run())),
+            None => run(),
+        }
     }
 
     if let Some(e) = lock(&failed).take() {
@@ -72,6 +71,25 @@ pub(super) fn map<S, T: Send>(
     let mut results = std::mem::take(&mut *lock(&results));
     results.sort_unstable_by_key(|(item, _)| *item);
     Ok(results.into_iter().map(|(_, result)| result).collect())
+}
+
+/// The threads, or fewer where the system gives no more; `None`: the caller's alone.
+fn crew(threads: usize) -> Option<rayon::ThreadPool> {
+    let mut wanted = threads.max(1);
+    loop {
+        let build = rayon::ThreadPoolBuilder::new()
+            .num_threads(wanted)
+            .thread_name(|i| format!("worker {i}"))
+            .build();
+        match build {
+            Ok(crew) => return Some(crew),
+            Err(e) => tracing::warn!("going on with fewer threads than {wanted}: {e}"),
+        }
+        if wanted == 1 {
+            return None;
+        }
+        wanted /= 2;
+    }
 }
 
 /// A thread that panicked takes the whole scope down with it, so nobody sees what it left behind.

@@ -1,5 +1,6 @@
-//! Moves tensors from the files into the slabs: read, hash, convert where asked, hash again, write.
-//! Each thread has one lane and one tensor at a time, so memory does not grow with the model.
+//! Moves tensors from the files into the slabs: read, hash, convert or quantize where asked, hash again, write.
+//! Each thread has one lane and one tensor at a time, so memory does not grow with the model; a thread that finds no
+//! further tensor helps the others with the pieces that they convert.
 
 use std::cmp::Reverse;
 
@@ -7,7 +8,7 @@ use crate::checkpoint::{Checkpoint, SourceTensor};
 use crate::manifest::Digest;
 use crate::slab::{CHUNK, Lane, SlabWriter};
 
-use super::convert::convert;
+use super::convert::Conversion;
 use super::meter::Meter;
 use super::plan::{Digests, Placed, Plan};
 use super::pool::{self, Halt};
@@ -42,6 +43,7 @@ pub fn fill_slabs(
     let state = || {
         Ok(Filler {
             checkpoint,
+            allow_nonfinite: plan.allow_nonfinite,
             meter: &meter,
             lane: writer.lane()?,
             read: Vec::new(),
@@ -62,6 +64,7 @@ pub fn fill_slabs(
 /// One thread's part.
 struct Filler<'a> {
     checkpoint: &'a Checkpoint,
+    allow_nonfinite: bool,
     meter: &'a Meter<'a>,
     lane: Box<dyn Lane + 'a>,
     /// What was read and is to be converted.
@@ -109,10 +112,11 @@ impl Filler<'_> {
         placed: &Placed,
         halt: &Halt,
     ) -> Result<Option<Digests>, WorkerError> {
-        let (from, to) = (tensor.element, placed.element);
-        let (before, after) = (from.block_bytes(), to.block_bytes());
-        let run = CHUNK as u64 / before.max(after);
-        let count = tensor.bytes / before;
+        let conversion = Conversion::new(tensor, placed, self.allow_nonfinite);
+        let unit = conversion.unit();
+        let (before, after) = conversion.bytes(unit);
+        let run = CHUNK as u64 / before.max(after) * unit;
+        let count = tensor.bytes / before * unit;
         let mut source = blake3::Hasher::new();
         let mut stored = blake3::Hasher::new();
         let mut at = 0;
@@ -121,22 +125,18 @@ impl Filler<'_> {
                 return Ok(None);
             }
             let n = (count - at).min(run);
-            self.read.resize((n * before) as usize, 0);
-            self.checkpoint
-                .read_at(tensor, at * before, &mut self.read)?;
+            let (start, out_start) = conversion.bytes(at);
+            let (length, out_length) = conversion.bytes(n);
+            self.read.resize(length as usize, 0);
+            self.checkpoint.read_at(tensor, start, &mut self.read)?;
             source.update(&self.read);
-            let len = (n * after) as usize;
+            let len = out_length as usize;
             let chunk = &mut self.lane.buffer()?[..len];
-            convert(&self.read, from, to, chunk).map_err(|e| WorkerError::Convert {
-                name: tensor.name.clone(),
-                from,
-                to,
-                source: Box::new(e),
-            })?;
+            conversion.run(at, &self.read, chunk)?;
             stored.update(chunk);
             self.lane
-                .send(len, placed.slab as usize, placed.offset + at * after)?;
-            self.meter.add(n * before)?;
+                .send(len, placed.slab as usize, placed.offset + out_start)?;
+            self.meter.add(length)?;
             at += n;
         }
         Ok(Some((source.finalize().into(), stored.finalize().into())))

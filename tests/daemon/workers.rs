@@ -43,6 +43,8 @@ fn load() -> Request {
         name: Some("m".into()),
         device: "host".into(),
         dtype: "stored".into(),
+        quantize: None,
+        imatrix: None,
     })
 }
 
@@ -130,6 +132,8 @@ fn a_request_that_could_be_taken_for_a_flag_is_refused() {
             name: None,
             device: "host".into(),
             dtype: "stored".into(),
+            quantize: None,
+            imatrix: None,
         });
         let (code, _) = refusal(ask(&daemon.connect(), &request));
         assert_eq!(code, Refusal::BadRequest, "{model:?}");
@@ -163,6 +167,8 @@ fn there_are_only_so_many_workers_and_they_end_with_the_daemon() {
         name: None,
         device: "host".into(),
         dtype: "stored".into(),
+        quantize: None,
+        imatrix: None,
     });
     let (code, _) = refusal(ask(&daemon.connect(), &other));
     assert_eq!(code, Refusal::Busy);
@@ -185,6 +191,8 @@ fn models_to_begin_with_are_loaded_one_after_the_other() {
             name: None,
             device: "host".into(),
             dtype: "stored".into(),
+            quantize: None,
+            imatrix: None,
         })
         .into();
     let _daemon = Daemon::start(config);

@@ -16,6 +16,7 @@ use serde_json::json;
 
 use crate::client::{self, ClientError};
 use crate::device::DeviceArg;
+use crate::quantize::QuantizeArgs;
 use crate::{Global, exit};
 
 /// Loads a model and publishes it.
@@ -33,6 +34,8 @@ pub struct Args {
     /// What float tensors are stored as: `stored` (as they are), `bf16`, `f16` or `f32`.
     #[arg(long, env = "CANDLE_CACHE_DTYPE", default_value_t = TargetDtype::Stored)]
     dtype: TargetDtype,
+    #[command(flatten)]
+    quantize: QuantizeArgs,
     /// Which variant of the files, for instance `fp16` for `model.fp16.safetensors`.
     #[arg(long, env = "CANDLE_CACHE_VARIANT")]
     variant: Option<String>,
@@ -88,6 +91,7 @@ fn load(args: &Args, global: &Global) -> anyhow::Result<()> {
         name: args.name.clone(),
         device,
         dtype: args.dtype,
+        quantize: args.quantize.read()?,
         slab_bytes: args.slab_bytes,
         threads: args.threads,
     };

@@ -1,4 +1,4 @@
-//! The command line: serve, load, status, unload, stop, doctor.
+//! The command line: serve, load, plan, status, unload, stop, doctor.
 //! Every flag is an environment variable too; exit codes stand in [`exit`].
 
 // A program's items reach nobody else: `pub` says here what the commands share.
@@ -26,6 +26,8 @@ mod client;
 mod device;
 mod doctor;
 mod load;
+mod plan;
+mod quantize;
 mod serve;
 mod status;
 mod stop;
@@ -87,6 +89,8 @@ enum Command {
     Serve(serve::Args),
     /// Load a model and hand it to the daemon
     Load(load::Args),
+    /// Say what a load would make of each tensor, without loading
+    Plan(plan::Args),
     /// Show what the daemon holds
     Status(status::Args),
     /// Remove an entry
@@ -131,6 +135,7 @@ fn main() -> ExitCode {
     let code = match cli.command {
         Command::Serve(args) => serve::run(args, &cli.global),
         Command::Load(args) => load::run(args, &cli.global),
+        Command::Plan(args) => plan::run(args, &cli.global),
         Command::Status(args) => status::run(args, &cli.global),
         Command::Unload(args) => unload::run(args, &cli.global),
         Command::Stop(args) => stop::run(args, &cli.global),

@@ -1,10 +1,12 @@
 //! `candle-cache serve`: runs the daemon in the foreground until it is told to stop.
 
 use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use candle_ipc_cache::daemon::{self, Config, DaemonError, Listener, WorkerCommand};
 use candle_ipc_cache::protocol::LoadRequest;
+use candle_ipc_cache::quantize::Recipe;
 use candle_ipc_cache::socket::folder;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -26,6 +28,17 @@ pub struct Args {
     /// Type for their float tensors: stored, bf16, f16 or f32
     #[arg(long, env = "CANDLE_CACHE_DTYPE", default_value = "stored")]
     dtype: String,
+    /// How to quantize these models: a type, rules, or a `.toml` file, as `load` takes them
+    #[arg(long, value_name = "RECIPE", env = "CANDLE_CACHE_QUANTIZE")]
+    quantize: Option<String>,
+    /// Importance matrix to quantize with
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "CANDLE_CACHE_IMATRIX",
+        requires = "quantize"
+    )]
+    imatrix: Option<PathBuf>,
 }
 
 /// Runs the command.
@@ -94,30 +107,40 @@ fn serve(args: Args, global: &Global) -> anyhow::Result<()> {
 }
 
 fn requests(args: &Args) -> anyhow::Result<Vec<LoadRequest>> {
+    // A worker is given the recipe itself: a file may be another by then.
+    let recipe = args.quantize.as_deref().map(Recipe::from_argument);
+    let recipe = recipe.transpose()?.map(|r| r.to_string());
+    let imatrix = args.imatrix.as_deref().map(absolute).transpose()?;
     args.models
         .iter()
         .map(|model| {
-            let path = std::fs::canonicalize(model)
-                .with_context(|| {
-                format!(
-                    "the model {} is not there: name one that is, or leave it out and `candle-cache load` it later",
-                    model.display()
-                )
-            })?;
-            let model = path.to_str().with_context(|| {
-                format!(
-                    "the path {} is not UTF-8: load it by another path",
-                    path.display()
-                )
-            })?;
+            let model = absolute(Path::new(model))?;
             Ok(LoadRequest {
-                model: model.to_string(),
+                model,
                 name: None,
                 device: args.device.clone(),
                 dtype: args.dtype.clone(),
+                quantize: recipe.clone(),
+                imatrix: imatrix.clone(),
             })
         })
         .collect()
+}
+
+fn absolute(path: &Path) -> anyhow::Result<String> {
+    let absolute = std::fs::canonicalize(path).with_context(|| {
+        format!(
+            "{} is not there: name a file or folder that is, or leave it out and `candle-cache load` it later",
+            path.display()
+        )
+    })?;
+    let text = absolute.to_str().map(str::to_owned);
+    text.with_context(|| {
+        format!(
+            "the path {} is not UTF-8: load it by another path",
+            absolute.display()
+        )
+    })
 }
 
 fn stop_signal() -> anyhow::Result<impl Future<Output = ()>> {
