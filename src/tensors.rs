@@ -2,8 +2,9 @@
 //! Stored element types are matched with candle's here; a type that candle lacks is an error by name.
 
 use std::any::Any;
+use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, DeviceLocation, Tensor};
@@ -318,6 +319,39 @@ pub fn shape_of(entry: &TensorEntry) -> Result<Vec<usize>, TensorError> {
             name: entry.name.clone(),
             shape: entry.shape.clone(),
         })
+}
+
+/// Compares the digest over an entry's bytes with the manifest's.
+fn check_digest(entry: &TensorEntry, found: Digest) -> Result<(), TensorError> {
+    if found == entry.stored {
+        return Ok(());
+    }
+    Err(TensorError::Damaged {
+        name: entry.name.clone(),
+        found,
+        wanted: entry.stored,
+    })
+}
+
+/// The `QTensor`s that somebody holds, by entry.
+#[derive(Default)]
+struct Known(Mutex<HashMap<usize, Weak<QTensor>>>);
+
+impl Known {
+    /// The entry's `QTensor`, made where nobody holds one. Two threads that ask at once get one.
+    fn get_or_make(
+        &self,
+        entry: usize,
+        make: impl FnOnce() -> Result<QTensor, TensorError>,
+    ) -> Result<Arc<QTensor>, TensorError> {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(tensor) = known.get(&entry).and_then(Weak::upgrade) {
+            return Ok(tensor);
+        }
+        let tensor = Arc::new(make()?);
+        known.insert(entry, Arc::downgrade(&tensor));
+        Ok(tensor)
+    }
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! GPU slabs and candle tensors over them, on a real GPU; says "skipped: no GPU" where there is none.
-//! Built with and without `--features cuda`: without, the slabs are tested and the tensors say "skipped".
+//! The bodies of the engine's tests with their weights on a GPU, and what only a GPU has: slabs and tensors over them.
+//! Says "skipped: no GPU" where there is none. Without `--features cuda` only the slabs are tested.
 #![allow(missing_docs, unreachable_pub, clippy::unwrap_used)]
 
 use std::io::stdin;
@@ -12,19 +12,47 @@ use candle_ipc_cache::slab::CHUNK;
 use candle_ipc_cache::slab::cuda::{gpus, resolve};
 use candle_ipc_cache::socket::Connection;
 
+#[path = "common/bodies/mod.rs"]
+mod bodies;
 #[cfg(feature = "cli")]
 #[path = "gpu/engines.rs"]
 mod engines;
+#[path = "common/place.rs"]
+mod place;
 #[path = "gpu/quantized.rs"]
 mod quantized;
 #[path = "gpu/slabs.rs"]
 mod slabs;
+#[path = "common/stand_in.rs"]
+mod stand_in;
 #[path = "gpu/support.rs"]
 mod support;
 #[path = "gpu/tensors.rs"]
 mod tensors;
 
 use support::*;
+
+/// What tests/engine.rs runs on the host.
+mod engine {
+    use candle_ipc_cache::tensors::cuda::sweep;
+
+    use crate::{bodies, place::Place, support};
+
+    macro_rules! on_a_gpu {
+        ($($topic:ident { $($body:ident)* })*) => {
+            $($(
+                #[test]
+                fn $body() {
+                    if let Some((_, device, _alone)) = support::engine() {
+                        bodies::$topic::$body(&Place::gpu(device));
+                        assert_eq!(sweep().tensors, 0, "something still reads shared memory");
+                    }
+                }
+            )*)*
+        };
+    }
+    bodies::each_body!(on_a_gpu);
+}
 
 /// Does nothing unless one of the other tests started it.
 #[test]

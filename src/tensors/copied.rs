@@ -1,15 +1,14 @@
 //! Weights that were copied into memory of candle's own, so that the shared memory can be let go.
 //! Each tensor is copied once and served as often as it is asked for.
 
-use std::collections::HashMap;
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{Device, Tensor};
 
-use super::{MappedWeights, Plain, TensorError, ggml_dtype, plain_dtype};
+use super::{Known, MappedWeights, Plain, TensorError, ggml_dtype, plain_dtype};
 use super::{require_ggml, require_plain, shape_of};
 use crate::manifest::{Manifest, TensorEntry};
 
@@ -20,7 +19,7 @@ pub struct CopiedWeights {
     copies: Vec<Held>,
     bytes: AtomicU64,
     /// Plain tensors that were asked for as quantized ones.
-    quantized: Mutex<HashMap<usize, Weak<QTensor>>>,
+    quantized: Known,
 }
 
 /// One entry's copy.
@@ -60,7 +59,7 @@ impl CopiedWeights {
             device: device.clone(),
             copies,
             bytes: AtomicU64::new(bytes),
-            quantized: Mutex::default(),
+            quantized: Known::default(),
         })
     }
 
@@ -105,21 +104,15 @@ impl CopiedWeights {
                     .map(Arc::new);
             }
         };
-        let mut known = self
-            .quantized
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if let Some(tensor) = known.get(&index).and_then(Weak::upgrade) {
-            return Ok(tensor);
-        }
-        let mut bytes = Aligned::new(entry.bytes);
-        tensor
-            .write_bytes(&mut bytes.as_mut_slice())
-            .map_err(|e| candle(entry, e))?;
-        let tensor = Arc::new(blocks(entry, dtype, &bytes, &self.device)?);
-        self.bytes.fetch_add(entry.bytes, Ordering::Relaxed);
-        known.insert(index, Arc::downgrade(&tensor));
-        Ok(tensor)
+        self.quantized.get_or_make(index, || {
+            let mut bytes = Aligned::new(entry.bytes);
+            tensor
+                .write_bytes(&mut bytes.as_mut_slice())
+                .map_err(|e| candle(entry, e))?;
+            let tensor = blocks(entry, dtype, &bytes, &self.device)?;
+            self.bytes.fetch_add(entry.bytes, Ordering::Relaxed);
+            Ok(tensor)
+        })
     }
 
     /// The entry's bytes as they were stored; `None` where the copy cannot be read in place.

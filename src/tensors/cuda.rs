@@ -21,8 +21,9 @@ use cudarc::driver::{CudaContext, CudaStream, DriverError};
 use rayon::prelude::*;
 
 use super::qtensor_cuda::{self, Adopted};
-use super::{Alive, MappedWeights, Plain, TensorError, require_ggml, require_plain, shape_of};
-use crate::manifest::{Digest, ElementType, Manifest, TensorEntry};
+use super::{Alive, MappedWeights, Plain, TensorError};
+use super::{check_digest, require_ggml, require_plain, shape_of};
+use crate::manifest::{ElementType, Manifest, TensorEntry};
 use crate::slab::SlabError;
 use crate::slab::cuda::{CudaMapping, gpu};
 
@@ -323,15 +324,7 @@ impl MappedWeights for CudaWeights {
                 hasher.update(&buffer[..len]);
                 done += len as u64;
             }
-            let found: Digest = hasher.finalize().into();
-            if found == entry.stored {
-                return Ok(());
-            }
-            Err(TensorError::Damaged {
-                name: entry.name.clone(),
-                found,
-                wanted: entry.stored,
-            })
+            check_digest(entry, hasher.finalize().into())
         })
     }
 

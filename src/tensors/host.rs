@@ -2,19 +2,17 @@
 //! Quantized tensors read the shared pages; plain ones are copied, because candle's own storage is a `Vec`.
 
 use std::any::Any;
-use std::collections::HashMap;
 use std::fmt;
 use std::mem::MaybeUninit;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::Arc;
 
 use candle_core::op::BackpropOp;
 use candle_core::quantized::QTensor;
 use candle_core::{CpuStorage, Device, Storage, Tensor};
 use rayon::prelude::*;
 
-use super::{
-    Alive, MappedWeights, Plain, TensorError, qtensor_host, require_ggml, require_plain, shape_of,
-};
+use super::{Alive, Known, MappedWeights, Plain, TensorError, qtensor_host};
+use super::{check_digest, require_ggml, require_plain, shape_of};
 use crate::manifest::{Digest, ElementType, Manifest, TensorEntry};
 use crate::slab::host::HostMapping;
 
@@ -34,7 +32,7 @@ pub(super) struct Slab {
 pub struct HostWeights {
     manifest: Arc<Manifest>,
     slabs: Vec<Arc<Slab>>,
-    quantized: Mutex<HashMap<usize, Weak<QTensor>>>,
+    quantized: Known,
 }
 
 impl fmt::Debug for HostWeights {
@@ -68,7 +66,7 @@ impl HostWeights {
         Self {
             manifest,
             slabs,
-            quantized: Mutex::default(),
+            quantized: Known::default(),
         }
     }
 
@@ -115,26 +113,18 @@ impl MappedWeights for HostWeights {
         let entry = &self.manifest.tensors[index];
         let dtype = require_ggml(entry)?;
         let shape = shape_of(entry)?;
-        let mut known = self
-            .quantized
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if let Some(tensor) = known.get(&index).and_then(Weak::upgrade) {
-            return Ok(tensor);
-        }
-        let storage = if entry.bytes == 0 {
-            qtensor_host::empty(dtype)
-        } else {
-            let slab = &self.slabs[entry.slab as usize];
-            qtensor_host::mapped(slab, entry, dtype)?
-        };
-        let tensor = QTensor::new(storage, shape).map_err(|source| TensorError::Candle {
-            name: entry.name.clone(),
-            source,
-        })?;
-        let tensor = Arc::new(tensor);
-        known.insert(index, Arc::downgrade(&tensor));
-        Ok(tensor)
+        self.quantized.get_or_make(index, || {
+            let storage = if entry.bytes == 0 {
+                qtensor_host::empty(dtype)
+            } else {
+                let slab = &self.slabs[entry.slab as usize];
+                qtensor_host::mapped(slab, entry, dtype)?
+            };
+            QTensor::new(storage, shape).map_err(|source| TensorError::Candle {
+                name: entry.name.clone(),
+                source,
+            })
+        })
     }
 
     fn bytes(&self, entry: usize) -> Option<&[u8]> {
@@ -158,14 +148,7 @@ impl MappedWeights for HostWeights {
             } else {
                 blake3::Hasher::new().update_rayon(bytes).finalize().into()
             };
-            if found == entry.stored {
-                return Ok(());
-            }
-            Err(TensorError::Damaged {
-                name: entry.name.clone(),
-                found,
-                wanted: entry.stored,
-            })
+            check_digest(entry, found)
         })
     }
 

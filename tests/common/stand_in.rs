@@ -1,5 +1,6 @@
 //! A model made by hand, and a daemon that answers as it is told: on real sockets, with real descriptors.
 //! It can also lie, which the real daemon will not.
+#![allow(dead_code, reason = "each test binary uses a part of this")]
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -14,12 +15,13 @@ use candle_ipc_cache::manifest::{
     ALIGNMENT, Alias, Digest, ElementType, FORMAT_VERSION, Manifest, TensorEntry,
 };
 use candle_ipc_cache::protocol::{EpochId, Reply, Request};
-use candle_ipc_cache::slab::{self, DeviceId, Lane, SlabWriter, host};
+use candle_ipc_cache::slab::cuda::GRANULARITY;
+use candle_ipc_cache::slab::{self, DeviceId, Export, Lane, SlabWriter, host};
 use candle_ipc_cache::socket::Connection;
 use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
 
-/// How long the stand-in waits for an engine.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// A wait that no test reaches unless something hangs.
+pub(crate) const HANG: Duration = Duration::from_secs(20);
 
 /// Tensors, names and files from which an entry is made.
 #[derive(Default)]
@@ -73,8 +75,8 @@ impl Model {
         self
     }
 
-    /// The manifest of this model, and the length and tensors of each slab.
-    fn plan(&mut self) -> (Manifest, Vec<Vec<usize>>) {
+    /// The manifest of this model on `device`, and the tensors of each slab.
+    fn plan(&mut self, device: DeviceId) -> (Manifest, Vec<Vec<usize>>) {
         self.tensors.sort_by(|a, b| a.0.cmp(&b.0));
         self.aliases.sort();
         let per_slab = match self.per_slab {
@@ -89,7 +91,7 @@ impl Model {
             }
             let slab = slabs.len() - 1;
             let offset = slabs[slab].next_multiple_of(ALIGNMENT);
-            slabs[slab] = offset + bytes.len() as u64;
+            slabs[slab] = offset + bytes.len() as u64 + tail(device, *element);
             members[slab].push(i);
             let digest = Digest::of(bytes);
             // An empty tensor lies nowhere.
@@ -120,6 +122,7 @@ impl Model {
                 }
             })
             .collect();
+        let slabs = slabs.into_iter().map(|n| slab_bytes(device, n)).collect();
         let key = Key {
             model: self.name.clone(),
             dtype: "stored".into(),
@@ -139,10 +142,10 @@ impl Model {
         (manifest, members)
     }
 
-    /// Fills slabs and seals them.
-    pub(crate) fn build(mut self) -> Entry {
-        let (mut manifest, members) = self.plan();
-        let writer = slab::writer(DeviceId::Host, &manifest.slabs).expect("memory for slabs");
+    /// Fills slabs on `device`. The manifest's root is not set before it is encoded.
+    pub(crate) fn fill(&mut self, device: DeviceId) -> (Manifest, Export) {
+        let (manifest, members) = self.plan(device);
+        let writer = slab::writer(device, &manifest.slabs).expect("memory for slabs");
         {
             let mut lane: Box<dyn Lane> = writer.lane().expect("a lane");
             for (slab, members) in members.iter().enumerate() {
@@ -156,7 +159,18 @@ impl Model {
                 }
             }
         }
-        let export = SlabWriter::finish(writer).expect("sealed slabs");
+        let export = SlabWriter::finish(writer).expect("finished slabs");
+        (manifest, export)
+    }
+
+    /// The entry of this model in host memory.
+    pub(crate) fn build(self) -> Entry {
+        self.build_on(DeviceId::Host)
+    }
+
+    /// The entry of this model in the memory of `device`.
+    pub(crate) fn build_on(mut self, device: DeviceId) -> Entry {
+        let (mut manifest, export) = self.fill(device);
         let bytes = manifest.encode(self.files).expect("a manifest");
         Entry {
             epoch: EpochId([7; 16]),
@@ -164,6 +178,24 @@ impl Model {
             manifest_fd: host::sealed("manifest", &bytes).expect("a sealed manifest"),
             slabs: export.slabs,
         }
+    }
+}
+
+/// Bytes that stay zero behind a tensor: candle's CUDA kernels read 512 elements past the end of blocks.
+fn tail(device: DeviceId, element: ElementType) -> u64 {
+    match device {
+        DeviceId::Cuda(_) if element.is_quantized() => {
+            512 * element.block_bytes() / element.block_elements()
+        }
+        _ => 0,
+    }
+}
+
+/// The length of a slab on `device` that has room for `bytes`.
+pub(crate) fn slab_bytes(device: DeviceId, bytes: u64) -> u64 {
+    match device {
+        DeviceId::Host => bytes,
+        DeviceId::Cuda(_) => bytes.max(1).next_multiple_of(GRANULARITY),
     }
 }
 
@@ -183,7 +215,7 @@ impl Entry {
         let mut fds = vec![self.manifest_fd.as_fd()];
         fds.extend(self.slabs.iter().map(AsFd::as_fd));
         // The engine may have gone: that is for the test to see, not for the stand-in.
-        if let Err(e) = connection.send(reply, &fds, PATIENCE) {
+        if let Err(e) = connection.send(reply, &fds, HANG) {
             eprintln!("the stand-in could not answer: {e}");
         }
     }
@@ -192,12 +224,15 @@ impl Entry {
 /// What the stand-in does with an attach request. The connection stays open afterwards.
 pub(crate) type Answer = Box<dyn Fn(&Connection, &Request) + Send + Sync>;
 
+/// A connection, and the thread that listens on it.
+type Open = (Weak<Connection>, JoinHandle<()>);
+
 /// A daemon's side of the socket, on threads of this process.
 pub(crate) struct StandIn {
     folder: tempfile::TempDir,
     listener: Arc<OwnedFd>,
     heard: Mutex<Receiver<Request>>,
-    open: Arc<Mutex<Vec<Weak<Connection>>>>,
+    open: Arc<Mutex<Vec<Open>>>,
     accepting: Option<JoinHandle<()>>,
 }
 
@@ -250,7 +285,7 @@ impl StandIn {
     /// The next message that any engine sent.
     pub(crate) fn next(&self) -> Option<Request> {
         let heard = self.heard.lock().expect("one test, one listener");
-        heard.recv_timeout(PATIENCE).ok()
+        heard.recv_timeout(HANG).ok()
     }
 
     /// Whether an engine has sent something that [`StandIn::next`] has not returned yet.
@@ -265,7 +300,7 @@ fn accept(
     path: &Path,
     answer: &Arc<Answer>,
     hear: &Sender<Request>,
-    open: &Mutex<Vec<Weak<Connection>>>,
+    open: &Mutex<Vec<Open>>,
 ) {
     loop {
         let fd = match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
@@ -274,14 +309,10 @@ fn accept(
             Err(_) => return,
         };
         let connection = Arc::new(Connection::from_fd(fd, path));
-        {
-            let mut open = open.lock().expect("no panic while it is held");
-            open.retain(|c| c.strong_count() > 0);
-            open.push(Arc::downgrade(&connection));
-        }
+        let weak = Arc::downgrade(&connection);
         let (answer, hear) = (answer.clone(), hear.clone());
-        std::thread::spawn(move || {
-            while let Ok((request, _)) = connection.receive::<Request>(PATIENCE) {
+        let listening = std::thread::spawn(move || {
+            while let Ok((request, _)) = connection.receive::<Request>(HANG) {
                 if matches!(request, Request::Attach { .. }) {
                     answer(&connection, &request);
                 }
@@ -290,6 +321,9 @@ fn accept(
                 }
             }
         });
+        let mut open = open.lock().expect("no panic while it is held");
+        open.retain(|(_, listening)| !listening.is_finished());
+        open.push((weak, listening));
     }
 }
 
@@ -299,9 +333,13 @@ impl Drop for StandIn {
         if let Some(accepting) = self.accepting.take() {
             let _ = accepting.join();
         }
-        let open = self.open.lock().expect("no panic while it is held");
-        for connection in open.iter().filter_map(Weak::upgrade) {
-            let _ = rustix::net::shutdown(connection.as_fd(), Shutdown::Both);
+        // Joined, so that no descriptor outlives the stand-in.
+        let mut open = self.open.lock().expect("no panic while it is held");
+        for (connection, listening) in open.drain(..) {
+            if let Some(connection) = connection.upgrade() {
+                let _ = rustix::net::shutdown(connection.as_fd(), Shutdown::Both);
+            }
+            let _ = listening.join();
         }
     }
 }

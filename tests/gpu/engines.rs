@@ -154,29 +154,6 @@ fn an_engine_that_dropped_its_model_gives_its_memory_back_when_the_daemon_asks()
 }
 
 #[test]
-fn detaching_says_which_tensors_hold_the_weights() {
-    let Some((gpu, device, _alone)) = engine() else {
-        return;
-    };
-    let (entry, wanted) = square(gpu.id, 256);
-    let bytes = entry.manifest.memory_bytes();
-    let daemon = Daemon::start();
-    daemon.publish(entry);
-    let cache = IpcCache::attach(&daemon.config(), &device).unwrap();
-    let model = matrix(&cache, 256);
-    let detached = cache.detach().unwrap();
-    assert_eq!(
-        (detached.tensors, detached.bytes, detached.builders),
-        (1, bytes, 0)
-    );
-    assert_eq!(values(&model), wanted);
-    drop(model);
-    let cache = IpcCache::attach(&daemon.config(), &device).unwrap();
-    let detached = cache.detach().unwrap();
-    assert_eq!((detached.tensors, detached.bytes), (0, 0));
-}
-
-#[test]
 fn a_handed_off_copy_equals_the_weights_and_the_daemon_keeps_nothing() {
     let Some((gpu, device, _alone)) = engine() else {
         return;

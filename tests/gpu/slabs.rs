@@ -141,7 +141,7 @@ fn what_is_no_slab_is_refused_and_leaks_nothing() {
         let refused = map(&gpu, &[file.try_clone().unwrap()], &[GRANULARITY]).unwrap_err();
         assert!(matches!(refused, SlabError::Cuda(_)), "{refused}");
     }
-    assert_eq!(descriptors(), open);
+    assert!(descriptors() <= open);
     assert!(free_again(&gpu, before) + (64 << 20) >= before);
 }
 
@@ -194,7 +194,7 @@ fn a_writer_that_is_given_up_gives_its_memory_back() {
             Err(SlabError::OutOfRange { .. })
         ));
     }
-    assert_eq!(descriptors(), open);
+    assert!(descriptors() <= open);
     let after = free_again(&gpu, before);
     assert!(
         after + (64 << 20) >= before,

@@ -8,15 +8,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
-use candle_ipc_cache::key::Key;
-use candle_ipc_cache::manifest::{
-    ALIGNMENT, Digest, ElementType, FORMAT_VERSION, Manifest, TensorEntry,
-};
+use candle_ipc_cache::manifest::{ElementType, Manifest};
 use candle_ipc_cache::slab::cuda::{CudaMapping, GRANULARITY, Gpu, gpus};
 use candle_ipc_cache::slab::{self, CHUNK, DeviceId, Export, SlabError};
 use candle_ipc_cache::socket::Connection;
 use candle_ipc_cache::tensors::MappedWeights;
 use candle_ipc_cache::tensors::cuda::CudaWeights;
+
+pub(crate) use crate::bodies::noise;
+use crate::stand_in::Model;
 
 /// How long another process may take.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -45,16 +45,6 @@ pub fn engine() -> Option<(Gpu, Device, MutexGuard<'static, ()>)> {
         return None;
     }
     Some((gpu, Device::new_cuda(0).unwrap(), alone))
-}
-
-/// Bytes that differ everywhere, the same for the same seed.
-pub fn noise(len: usize, seed: u64) -> Vec<u8> {
-    let mut out = vec![0; len];
-    blake3::Hasher::new()
-        .update(&seed.to_le_bytes())
-        .finalize_xof()
-        .fill(&mut out);
-    out
 }
 
 pub fn padded(len: u64) -> u64 {
@@ -117,6 +107,7 @@ pub fn free_again(gpu: &Gpu, wanted: u64) -> u64 {
     }
 }
 
+/// Open descriptors. There may be fewer later, never more: an earlier test's lease may still be closing its socket.
 pub fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
@@ -131,50 +122,15 @@ pub type Content<'a> = (&'a str, ElementType, &'a [u64], Vec<u8>);
 
 /// Lays tensors out as the worker does, 512 elements of zeros behind each that holds blocks.
 pub fn entry(id: DeviceId, contents: &[Content]) -> Entry {
-    let mut slab = Vec::new();
-    let mut tensors = Vec::new();
+    let mut model = Model::new("test");
     for (name, element, shape, bytes) in contents {
-        let offset = (slab.len() as u64).next_multiple_of(ALIGNMENT);
-        slab.resize(offset as usize, 0);
-        slab.extend_from_slice(bytes);
-        if element.is_quantized() {
-            slab.resize(
-                slab.len() + (512 * element.block_bytes() / element.block_elements()) as usize,
-                0,
-            );
-        }
-        tensors.push(TensorEntry {
-            name: name.to_string(),
-            element: *element,
-            shape: shape.to_vec(),
-            slab: 0,
-            // An empty tensor lies nowhere.
-            offset: if bytes.is_empty() { 0 } else { offset },
-            bytes: bytes.len() as u64,
-            source: Digest::of(bytes),
-            stored: Digest::of(bytes),
-        });
+        model = model.tensor(name, *element, shape, bytes.clone());
     }
-    tensors.sort_by(|a, b| a.name.cmp(&b.name));
-    let mut manifest = Manifest {
-        key: Key {
-            model: "test".into(),
-            dtype: "stored".into(),
-            recipe: "none".into(),
-            format: FORMAT_VERSION,
-            sources: Vec::new(),
-        },
-        root: Digest::default(),
-        slabs: vec![padded(slab.len() as u64)],
-        tensors,
-        aliases: Vec::new(),
-        attributes: Vec::new(),
-        files: Vec::new(),
-    };
+    let (mut manifest, export) = model.fill(id);
     let encoded = manifest.encode(Vec::new()).unwrap();
     Entry {
         manifest: Arc::new(Manifest::decode(&encoded).unwrap()),
-        export: export(id, &[slab]),
+        export,
     }
 }
 

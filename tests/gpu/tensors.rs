@@ -3,115 +3,26 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
-use candle_ipc_cache::manifest::ElementType;
+use candle_core::{DType, Device, Tensor};
 use candle_ipc_cache::tensors::cuda::sweep;
-use candle_ipc_cache::tensors::{MappedWeights, TensorError, device_id, plain_dtype};
+use candle_ipc_cache::tensors::{MappedWeights, device_id};
 
 use crate::support::*;
 
-/// The bytes of a tensor, brought to the host.
-fn bytes_of(tensor: &Tensor) -> Vec<u8> {
-    let host = tensor.to_device(&Device::Cpu).unwrap();
-    let (storage, _) = host.storage_and_layout();
-    let Storage::Cpu(storage) = &*storage else {
-        panic!("not on the host")
-    };
-    macro_rules! flat {
-        ($v:expr) => {
-            $v.iter().flat_map(|x| x.to_le_bytes()).collect()
-        };
-    }
-    match storage {
-        CpuStorage::U8(v)
-        | CpuStorage::F4(v)
-        | CpuStorage::F6E2M3(v)
-        | CpuStorage::F6E3M2(v)
-        | CpuStorage::F8E8M0(v) => v.clone(),
-        CpuStorage::U32(v) => flat!(v),
-        CpuStorage::I16(v) => flat!(v),
-        CpuStorage::I32(v) => flat!(v),
-        CpuStorage::I64(v) => flat!(v),
-        CpuStorage::BF16(v) => flat!(v),
-        CpuStorage::F16(v) => flat!(v),
-        CpuStorage::F32(v) => flat!(v),
-        CpuStorage::F64(v) => flat!(v),
-        CpuStorage::F8E4M3(v) => v.iter().map(|x| x.to_bits()).collect(),
-    }
-}
-
 #[test]
-fn every_dtype_of_candles_is_served_in_place_and_equal() {
+fn a_second_candle_device_on_the_gpu_takes_no_copy_either() {
     let Some((gpu, device, _alone)) = engine() else {
         return;
     };
-    let shape = [16u64, 64];
-    let contents: Vec<Content> = ElementType::ALL
-        .iter()
-        .filter(|e| plain_dtype(**e).is_some())
-        .map(|e| {
-            (
-                e.as_str(),
-                *e,
-                &shape[..],
-                noise(e.bytes(&shape).unwrap() as usize, 10),
-            )
-        })
-        .chain([("empty", ElementType::F32, &[0u64, 8][..], Vec::new())])
-        .collect();
-    let entry = entry(gpu.id, &contents);
     assert_eq!(device_id(&device).unwrap(), gpu.id);
+    let (entry, wanted) = square(gpu.id, 64);
     let weights = entry.map(&device);
-    for (name, element, shape, bytes) in &contents {
-        let index = entry.find(name);
-        let got = weights.plain(index, &device).unwrap();
-        let dims: Vec<usize> = shape.iter().map(|d| *d as usize).collect();
-        assert_eq!(
-            (got.tensor.dtype(), got.tensor.dims()),
-            (plain_dtype(*element).unwrap(), &dims[..])
-        );
-        if *element == ElementType::U16 {
-            let wide: Vec<u8> = bytes.chunks(2).flat_map(|p| [p[0], p[1], 0, 0]).collect();
-            assert_eq!(
-                (bytes_of(&got.tensor), got.copied),
-                (wide, bytes.len() as u64)
-            );
-            continue;
-        }
-        assert_eq!(got.copied, 0, "{name}");
-        // candle brings these to the host in no way; the copy below shows their bytes.
-        let unreadable = matches!(name, &"F4" | &"F6_E2M3" | &"F6_E3M2" | &"F8_E8M0");
-        if !unreadable {
-            assert_eq!(&bytes_of(&got.tensor), bytes, "{name}");
-        }
-        // On the host it is a copy, and the same.
-        let host = weights.plain(index, &Device::Cpu).unwrap();
-        assert_eq!(
-            (bytes_of(&host.tensor), host.copied),
-            (bytes.clone(), bytes.len() as u64),
-            "{name}"
-        );
-    }
-    // A second candle device on the same GPU takes no copy either.
     let second = Device::new_cuda(0).unwrap();
-    plain(&weights, entry.find("F32"), &second);
+    assert!(!second.same_device(&device));
+    assert_eq!(values(&plain(&weights, 0, &second)), wanted);
     weights.verify().unwrap();
     drop(weights);
     assert_eq!(sweep().tensors, 0);
-}
-
-#[test]
-fn damaged_bytes_are_found_and_named() {
-    let Some((gpu, device, _alone)) = engine() else {
-        return;
-    };
-    let (mut made, _) = square(gpu.id, 64);
-    made.export = export(gpu.id, &[noise(64 * 64 * 4, 99)]);
-    let found = made.map(&device).verify().unwrap_err();
-    assert!(
-        matches!(&found, TensorError::Damaged { name, .. } if name == "w"),
-        "{found}"
-    );
 }
 
 #[test]
@@ -221,7 +132,7 @@ fn a_thousand_attachments_leave_nothing_behind() {
     (0..1000).for_each(|_| round());
     println!("1,000 rounds in {:?}", start.elapsed());
     assert_eq!(sweep().tensors, 0);
-    assert_eq!(descriptors(), open);
+    assert!(descriptors() <= open);
     let after = free_again(&gpu, before);
     assert!(
         after + (8 << 20) >= before,
