@@ -327,6 +327,11 @@ fn an_entry_that_is_no_llama_is_told_apart_and_named() -> Result<()> {
         ("model_type", json!("bert"), &["\"bert\"", "\"llama\""]),
         ("model_type", json!(null), &["no model_type", "\"llama\""]),
         ("mlp_bias", json!(true), &["mlp_bias", "without biases"]),
+        (
+            "rope_parameters",
+            json!({"rope_theta": 500000.0}),
+            &["rope_parameters", "rope_theta"],
+        ),
         ("head_dim", json!(32), &["4 heads of 32", "width of 64"]),
         ("hidden_size", json!("x"), &["config.json: ", "expected"]),
         ("num_key_value_heads", json!(3), &["4 heads", "3 key heads"]),
@@ -339,6 +344,10 @@ fn an_entry_that_is_no_llama_is_told_apart_and_named() -> Result<()> {
         let mut config = described(true);
         if key != "head_dim" {
             config["head_dim"] = Value::Null;
+        }
+        if key == "rope_parameters" {
+            let base = config.as_object_mut().context("an object")?;
+            base.remove("rope_theta");
         }
         config[key] = value;
         assert_says(&refusal(entry(&own, Some(&config))?)?, parts);

@@ -247,6 +247,10 @@ pub(crate) fn llama_config(json: &[u8]) -> Result<LlamaConfig> {
             bail!("config.json says {bias}, this example runs Llamas without biases")
         }
     }
+    // Without a base of its own, candle would take the usual one and rotate wrongly.
+    if all["rope_theta"].is_null() && all["rope_parameters"].is_object() {
+        bail!("config.json says rope_parameters, this example reads rope_theta and rope_scaling")
+    }
     let config: LlamaConfig = serde_json::from_slice(json).map_err(read)?;
     if let Some(head) = all["head_dim"].as_u64()
         && head.checked_mul(config.num_attention_heads as u64) != Some(config.hidden_size as u64)
