@@ -20,6 +20,7 @@ pub mod tensors;
 pub mod worker;
 
 pub use loader::{
-    AttachError, Cast, Detached, FromIpcCache, GetError, HandOff, IpcCache, IpcConfig, Mismatch,
-    OptionError, Proof, QuantizedVarBuilder, Report, Took,
+    AttachError, Cast, Dequantized, Detached, FromIpcCache, GetError, HandOff, IpcCache, IpcConfig,
+    MaybeQuantizedEmbedding, MaybeQuantizedLinear, MaybeQuantizedVarBuilder, Mismatch, OptionError,
+    Proof, QuantizedVarBuilder, Report, Took,
 };

@@ -23,6 +23,7 @@ mod connect;
 mod error;
 mod identity;
 mod lease;
+mod maybe_quantized;
 mod quantized;
 mod report;
 mod size;
@@ -32,13 +33,16 @@ mod weights;
 pub use config::{IpcConfig, OPTIONS, OptionError};
 pub use error::{AttachError, GetError, Tried};
 pub use identity::{Mismatch, Proof};
+pub use maybe_quantized::{
+    MaybeQuantizedEmbedding, MaybeQuantizedLinear, MaybeQuantizedVarBuilder,
+};
 pub use quantized::QuantizedVarBuilder;
-pub use report::{Cast, HandOff, Report, Took};
+pub use report::{Cast, Dequantized, HandOff, Report, Took};
 
 use lease::Lease;
 use weights::Weights;
 
-/// Makes a `VarBuilder` from cached weights, as candle's own `from_*` constructors make one from files.
+/// Makes a builder from cached weights, as candle's own `from_*` constructors make one from files.
 pub trait FromIpcCache: Sized {
     /// Attaches to the entry that `config` names and builds over it. The weights stay mapped, and the
     /// lease on them lasts, for as long as the builder or a tensor over shared memory lives.
@@ -59,6 +63,16 @@ impl FromIpcCache for VarBuilder<'static> {
         device: &Device,
     ) -> Result<Self, AttachError> {
         Ok(IpcCache::attach(config, device)?.var_builder(dtype))
+    }
+}
+
+impl FromIpcCache for MaybeQuantizedVarBuilder<'static> {
+    fn from_ipc_cache(
+        config: &IpcConfig,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self, AttachError> {
+        Ok(IpcCache::attach(config, device)?.maybe_quantized(dtype))
     }
 }
 
@@ -87,6 +101,7 @@ struct Shared {
     lease: Option<Arc<Lease>>,
     device: Device,
     strict: bool,
+    dequantize: bool,
     tally: report::Tally,
     report: Report,
 }
@@ -231,6 +246,7 @@ impl IpcCache {
             hand_off,
             copied_bytes: 0,
             casts: Vec::new(),
+            dequantized: Dequantized::default(),
         };
         tracing::info!(entry = %report.entry, epoch = %report.epoch, took = ?took.total, "attached");
         let aliased = manifest.aliases.iter().map(|a| a.tensor as usize);
@@ -245,6 +261,7 @@ impl IpcCache {
                 lease,
                 device: device.clone(),
                 strict: config.strict,
+                dequantize: config.dequantize,
                 tally: report::Tally::default(),
                 report,
             }),
@@ -252,7 +269,8 @@ impl IpcCache {
     }
 
     /// The weights as a candle `VarBuilder`. The stored dtype is served as it is; another is converted
-    /// as candle would, and counted in [`IpcCache::report`].
+    /// as candle would, and counted in [`IpcCache::report`]. GGML blocks are served only where
+    /// [`IpcConfig::dequantize`] allows for it.
     pub fn var_builder(&self, dtype: DType) -> VarBuilder<'static> {
         let backend = Box::new(backend::Backend(self.shared.clone()));
         VarBuilder::from_backend(backend, dtype, self.shared.device.clone())
@@ -261,6 +279,12 @@ impl IpcCache {
     /// The quantized weights, by the names and methods of candle's quantized `VarBuilder`.
     pub fn quantized(&self) -> QuantizedVarBuilder {
         QuantizedVarBuilder::new(self.shared.clone())
+    }
+
+    /// The weights for a model that takes them in either form: GGML blocks as quantized layers, everything else
+    /// as plain ones in `dtype`.
+    pub fn maybe_quantized(&self, dtype: DType) -> MaybeQuantizedVarBuilder<'static> {
+        MaybeQuantizedVarBuilder::new(self.var_builder(dtype), self.quantized())
     }
 
     /// A tensor's bytes as they are stored, whatever its type.

@@ -103,7 +103,8 @@ pub enum TensorError {
     /// It holds GGML blocks and was asked for as a plain tensor.
     #[error(
         "tensor `{name}` is stored as {element} blocks, not as a plain tensor: ask for it through \
-         `IpcCache::quantized()`"
+         `IpcCache::quantized()` or `IpcCache::maybe_quantized()`, or let plain requests be answered with \
+         dequantized tensors (`IpcConfig::dequantize(true)`)"
     )]
     Quantized {
         /// The tensor.

@@ -1,10 +1,12 @@
 //! The dense Llama: candle's own model and configuration, over whatever `VarBuilder` it is given.
 //! The same call builds it from the cache and from files.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
-use candle_transformers::models::llama::{Cache, Llama, LlamaConfig};
+use candle_transformers::models::llama::{Cache, Llama};
+
+use crate::quantized::llama_config;
 
 /// Candle's Llama with its key and value cache.
 pub(crate) struct Dense {
@@ -23,14 +25,7 @@ impl Dense {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let kind: serde_json::Value = serde_json::from_slice(config).context("config.json")?;
-        let kind = kind["model_type"].as_str().unwrap_or("");
-        ensure!(
-            kind == "llama",
-            "config.json says model_type {kind:?}, this example runs \"llama\""
-        );
-        let config: LlamaConfig = serde_json::from_slice(config).context("config.json")?;
-        let mut config = config.into_config(false);
+        let mut config = llama_config(config)?.into_config(false);
         // The rotation table has a row for every position: a model trained for many would pay for all of them.
         config.max_position_embeddings = config.max_position_embeddings.min(context);
         let empty = Cache::new(true, dtype, &config, device)?;

@@ -3,6 +3,7 @@
 
 mod chat;
 mod dense;
+mod errors;
 mod quantized;
 mod sample;
 mod tokenizer;
@@ -10,6 +11,7 @@ mod weights;
 
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -19,6 +21,7 @@ use candle_transformers::generation::LogitsProcessor;
 use clap::Parser;
 
 use chat::{Chat, Manners};
+use errors::told;
 use sample::{Generator, Timing};
 use weights::{Build, Weights};
 
@@ -75,7 +78,17 @@ struct Args {
     step: bool,
 }
 
-fn main() -> Result<()> {
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("llama: {}", told(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
     let args = Args::parse();
     let device = args.device.open()?;
     let started = Instant::now();
@@ -147,7 +160,7 @@ impl Args {
             Some(path) => config.checkpoint(path),
             None => config,
         };
-        Weights::attach(&config, device)
+        Weights::attach(&config, checkpoint, device)
     }
 }
 
@@ -272,6 +285,9 @@ impl Place {
     fn open(self) -> Result<Device> {
         Ok(match self {
             Self::Cpu => Device::Cpu,
+            Self::Cuda(number) if cfg!(not(feature = "cuda")) => bail!(
+                "this program was built without GPUs: for --device cuda:{number} build it with `--features cuda`"
+            ),
             Self::Cuda(number) => Device::new_cuda(number)?,
         })
     }

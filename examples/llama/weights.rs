@@ -15,6 +15,7 @@ use candle_nn::VarBuilder;
 
 use crate::chat::Manners;
 use crate::dense::Dense;
+use crate::errors::not_attached;
 use crate::quantized::{Config, GgufFile, Llama, Quantized};
 use crate::sample::Model;
 
@@ -42,9 +43,12 @@ pub(crate) struct Build<'a> {
 }
 
 impl Weights {
-    /// Attaches to a daemon's entry.
-    pub(crate) fn attach(config: &IpcConfig, device: &Device) -> Result<Self> {
-        Ok(Self::Cache(IpcCache::attach(config, device)?))
+    /// Attaches to a daemon's entry. `path` is the checkpoint to load where there is none, as far as it is known.
+    pub(crate) fn attach(config: &IpcConfig, path: Option<&Path>, device: &Device) -> Result<Self> {
+        let cache = IpcCache::attach(config, device);
+        Ok(Self::Cache(
+            cache.map_err(|error| not_attached(error, path))?,
+        ))
     }
 
     /// Opens a folder, a `.safetensors` file or a `.gguf` file.
@@ -94,15 +98,11 @@ impl Weights {
     /// Builds the model, and says for how many positions.
     pub(crate) fn build(&self, how: &Build) -> Result<(Box<dyn Model>, usize)> {
         match self {
-            Self::Gguf(file) => quantized(file, file.content(), how),
-            Self::Cache(cache) => match gguf_header(cache)? {
-                Some(header) => quantized(&cache.quantized(), &header, how),
-                None => {
-                    let config = cache.file("config.json");
-                    let config = config.context("the entry carries no config.json")?;
-                    dense(cache.var_builder(how.dtype), config, how)
-                }
-            },
+            Self::Gguf(file) => quantized(file, &Config::from_gguf(file.content())?, how),
+            Self::Cache(cache) => {
+                let entry = cache.report().entry;
+                shared(cache, how).with_context(|| format!("entry {entry}"))
+            }
             Self::Safetensors { folder, files } => {
                 let path = folder.join("config.json");
                 let config = std::fs::read(&path).with_context(|| path.display().to_string())?;
@@ -118,14 +118,33 @@ impl Weights {
     }
 }
 
+/// The model of a cache's entry: quantized where any of its tensors is.
+fn shared(cache: &IpcCache, how: &Build) -> Result<(Box<dyn Model>, usize)> {
+    if let Some(header) = gguf_header(cache)? {
+        return quantized(&cache.quantized(), &Config::from_gguf(&header)?, how);
+    }
+    let tensors = &cache.manifest().tensors;
+    let Some(config) = cache.file("config.json") else {
+        let one = tensors.first().map_or("", |tensor| &tensor.name);
+        bail!(
+            "neither a GGUF header nor a config.json came with its {} tensors (the first is `{one}`), so nothing says \
+             that it is a Llama: load a Llama's folder or its .gguf file with `candle-cache load`",
+            tensors.len()
+        )
+    };
+    match tensors.iter().any(|tensor| tensor.element.is_quantized()) {
+        true => quantized(&cache.quantized(), &Config::from_json(config)?, how),
+        false => dense(cache.var_builder(how.dtype), config, how),
+    }
+}
+
 fn quantized(
     weights: &dyn Quantized,
-    header: &Content,
+    config: &Config,
     how: &Build,
 ) -> Result<(Box<dyn Model>, usize)> {
-    let config = Config::from_gguf(header)?;
     let context = how.context.min(config.context);
-    let model = Llama::load(weights, &config, context, how.device)?;
+    let model = Llama::load(weights, config, context, how.device)?;
     Ok((Box::new(model), context))
 }
 

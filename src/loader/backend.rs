@@ -9,8 +9,11 @@ use candle_nn::var_builder::SimpleBackend;
 
 use super::Shared;
 use super::error::GetError;
-use crate::manifest::ElementType;
+use crate::manifest::{ElementType, TensorEntry};
 use crate::tensors::{require_plain, shape_of};
+
+/// What candle dequantizes blocks to.
+const DEQUANTIZED: DType = DType::F32;
 
 pub(super) struct Backend(pub(super) Arc<Shared>);
 
@@ -18,7 +21,7 @@ impl SimpleBackend for Backend {
     fn get(&self, s: Shape, name: &str, _: Init, dtype: DType, dev: &Device) -> Result<Tensor> {
         let index = self.0.find(name)?;
         let entry = &self.0.manifest.tensors[index];
-        require_plain(entry)?;
+        self.0.plain_dtype(entry)?;
         self.0.check_shape(name, &s, shape_of(entry)?)?;
         self.0.plain(index, dtype, dev)
     }
@@ -85,7 +88,10 @@ impl Shared {
     fn make(&self, index: usize, asked: DType, device: &Device) -> Result<Tensor> {
         let entry = &self.manifest.tensors[index];
         let (name, stored) = (&entry.name, entry.element);
-        let cast = require_plain(entry)? != asked || stored == ElementType::U16;
+        let cast = self.plain_dtype(entry)? != asked || stored == ElementType::U16;
+        if stored.is_quantized() {
+            return self.dequantized(index, asked, device);
+        }
         if cast && self.strict {
             return Err(Error::from(GetError::Strict {
                 name: name.clone(),
@@ -107,5 +113,41 @@ impl Shared {
             self.tally.cast(stored, asked, entry.bytes);
         }
         Ok(tensor)
+    }
+
+    /// The entry's blocks through candle's own dequantization, in the dtype asked for.
+    fn dequantized(&self, index: usize, asked: DType, device: &Device) -> Result<Tensor> {
+        let entry = &self.manifest.tensors[index];
+        let (name, stored) = (&entry.name, entry.element);
+        if self.strict && asked != DEQUANTIZED {
+            return Err(Error::from(GetError::StrictDequantized {
+                name: name.clone(),
+                stored,
+                asked,
+            }));
+        }
+        let blocks = self.weights.quantized(index)?;
+        let tensor = blocks
+            .dequantize(device)
+            .and_then(|tensor| tensor.to_dtype(asked))
+            .map_err(|source| {
+                Error::from(GetError::Cast {
+                    name: name.clone(),
+                    stored,
+                    asked,
+                    source,
+                })
+            })?;
+        let made = tensor.elem_count() * asked.size_in_bytes();
+        self.tally.dequantized(entry.bytes, made as u64);
+        Ok(tensor)
+    }
+
+    /// The dtype in which a plain request finds the entry, or the error that says how to get at it otherwise.
+    fn plain_dtype(&self, entry: &TensorEntry) -> Result<DType> {
+        if self.dequantize && entry.element.is_quantized() {
+            return Ok(DEQUANTIZED);
+        }
+        Ok(require_plain(entry)?)
     }
 }

@@ -21,6 +21,7 @@ pub struct IpcConfig {
     pub(super) state_timeout: Duration,
     pub(super) wait: bool,
     pub(super) strict: bool,
+    pub(super) dequantize: bool,
     pub(super) verify: bool,
     pub(super) copy: bool,
     pub(super) hand_off: bool,
@@ -55,6 +56,7 @@ pub const OPTIONS: &[&str] = &[
     "checkpoint",
     "connect_timeout",
     "copy",
+    "dequantize",
     "epoch",
     "hand_off",
     "role",
@@ -84,6 +86,7 @@ impl IpcConfig {
             state_timeout: Duration::from_secs(600),
             wait: true,
             strict: false,
+            dequantize: false,
             verify: false,
             copy: false,
             hand_off: false,
@@ -145,9 +148,20 @@ impl IpcConfig {
         self
     }
 
-    /// Makes every conversion from the stored dtype an error.
+    /// Makes every conversion from the stored dtype an error. A tensor that [`IpcConfig::dequantize`] allows for
+    /// is served all the same, but as F32 alone, which is what its blocks are dequantized to.
     pub fn strict(mut self, strict: bool) -> Self {
         self.strict = strict;
+        self
+    }
+
+    /// Answers a plain request for GGML blocks with candle's own `QTensor::dequantize`, in the dtype asked for.
+    /// Without it such a request is an error.
+    ///
+    /// Each such tensor is memory of this engine's own, several times the size of its blocks;
+    /// [`Report::dequantized`](super::Report::dequantized) counts it.
+    pub fn dequantize(mut self, dequantize: bool) -> Self {
+        self.dequantize = dequantize;
         self
     }
 
@@ -209,6 +223,7 @@ impl IpcConfig {
             "checkpoint" => self.checkpoint(value),
             "connect_timeout" => self.connect_timeout(duration()?),
             "copy" => self.copy(flag()?),
+            "dequantize" => self.dequantize(flag()?),
             "hand_off" => self.hand_off(flag()?),
             "epoch" => self.epoch(
                 value

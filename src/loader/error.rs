@@ -181,6 +181,20 @@ pub enum GetError {
         /// The dtype asked for.
         asked: DType,
     },
+    /// A dequantized tensor was asked for in another dtype than F32, and the engine asked for no conversions.
+    #[error(
+        "tensor `{name}` is stored as {stored} blocks, which are dequantized to F32, and was asked for as {asked:?}; \
+         strict mode converts nothing after that: ask for F32, or for the blocks (`IpcCache::quantized()`, \
+         `IpcCache::maybe_quantized()`)"
+    )]
+    StrictDequantized {
+        /// The tensor.
+        name: String,
+        /// Its stored type.
+        stored: ElementType,
+        /// The dtype asked for.
+        asked: DType,
+    },
     /// candle could not convert it.
     #[error("tensor `{name}`, stored as {stored}, cannot be had as {asked:?}: {source}")]
     Cast {

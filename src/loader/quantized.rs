@@ -41,6 +41,9 @@ impl QuantizedVarBuilder {
 
     /// The tensor `name` under this path, which must have this shape.
     ///
+    /// A tensor of shape `(experts, out, in)`, the stacked matrices of a mixture of experts, comes as one `QTensor`
+    /// of that shape: what `QTensor::indexed_moe_forward` takes (which candle has on CUDA alone, and panics elsewhere).
+    ///
     /// # Errors
     /// When there is none (with the nearest names), its shape differs, or its type is none of GGML's.
     pub fn get<S: Into<Shape>>(&self, shape: S, name: &str) -> Result<Arc<QTensor>> {
@@ -67,6 +70,13 @@ impl QuantizedVarBuilder {
     /// Whether the cache holds a tensor of this whole name, this path not prepended: as in candle.
     pub fn contains_key(&self, key: &str) -> bool {
         self.shared.manifest.find(key).is_some()
+    }
+
+    /// Whether the tensor `name` under this path is there and stored as GGML blocks.
+    pub(super) fn holds_blocks(&self, name: &str) -> bool {
+        let manifest = &self.shared.manifest;
+        let index = manifest.find(&self.path(name));
+        index.is_some_and(|index| manifest.tensors[index].element.is_quantized())
     }
 
     fn tensor(&self, path: &str) -> Result<Arc<QTensor>> {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use candle_core::DType;
@@ -39,6 +39,8 @@ pub struct Report {
     pub copied_bytes: u64,
     /// Conversions from a stored type to another dtype.
     pub casts: Vec<Cast>,
+    /// Blocks that were dequantized to answer plain requests.
+    pub dequantized: Dequantized,
 }
 
 /// What an attach took, part by part.
@@ -105,6 +107,17 @@ pub struct Cast {
     pub bytes: u64,
 }
 
+/// GGML blocks that were served as plain tensors. They are counted neither as copied nor as casts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Dequantized {
+    /// How often.
+    pub tensors: u64,
+    /// Stored bytes that were dequantized.
+    pub bytes: u64,
+    /// Bytes of the tensors that came of them, in this engine's own memory.
+    pub made_bytes: u64,
+}
+
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Took {
@@ -161,6 +174,17 @@ impl fmt::Display for Report {
                 "\ncast      {tensors} tensors of {bytes} bytes from {stored} to {asked:?}"
             )?;
         }
+        let Dequantized {
+            tensors,
+            bytes,
+            made_bytes,
+        } = self.dequantized;
+        if tensors > 0 {
+            write!(
+                f,
+                "\ndequant   {tensors} tensors of {bytes} bytes of blocks, to {made_bytes} bytes of this engine's own"
+            )?;
+        }
         Ok(())
     }
 }
@@ -170,6 +194,7 @@ impl fmt::Display for Report {
 pub(super) struct Tally {
     copied: AtomicU64,
     casts: Mutex<Vec<Cast>>,
+    dequantized: Mutex<Dequantized>,
 }
 
 impl Tally {
@@ -178,7 +203,7 @@ impl Tally {
     }
 
     pub(super) fn cast(&self, stored: ElementType, asked: DType, bytes: u64) {
-        let mut casts = self.casts.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut casts = lock(&self.casts);
         match casts
             .iter_mut()
             .find(|c| (c.stored, c.asked) == (stored, asked))
@@ -196,11 +221,21 @@ impl Tally {
         }
     }
 
+    pub(super) fn dequantized(&self, bytes: u64, made_bytes: u64) {
+        let mut sum = lock(&self.dequantized);
+        sum.tensors += 1;
+        sum.bytes += bytes;
+        sum.made_bytes += made_bytes;
+    }
+
     /// Writes the counts into a report.
     pub(super) fn fill(&self, report: &mut Report) {
         report.copied_bytes = self.copied.load(Ordering::Relaxed);
-        report
-            .casts
-            .clone_from(&self.casts.lock().unwrap_or_else(PoisonError::into_inner));
+        report.casts.clone_from(&lock(&self.casts));
+        report.dequantized = *lock(&self.dequantized);
     }
+}
+
+fn lock<T>(counts: &Mutex<T>) -> MutexGuard<'_, T> {
+    counts.lock().unwrap_or_else(PoisonError::into_inner)
 }
