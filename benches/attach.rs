@@ -30,6 +30,9 @@ struct Args {
     /// Attaches to each.
     #[arg(long, default_value_t = 21)]
     attaches: usize,
+    /// Attach to each `--model` a second time, quantized by this recipe.
+    #[arg(long)]
+    quantize: Option<String>,
     /// Also run benches/peers/torch_ipc.py on each `--model`: needs torch.
     #[arg(long)]
     peer: bool,
@@ -145,7 +148,7 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    fn load(&self, model: &Path, name: &str) -> Result<()> {
+    fn load(&self, model: &Path, name: &str, recipe: Option<&str>) -> Result<()> {
         let device = if self.args.device == "cpu" {
             "host"
         } else {
@@ -156,6 +159,7 @@ impl Bench<'_> {
             .arg(model)
             .args(["--name", name, "--device", device, "--socket-dir"])
             .arg(&self.sockets)
+            .args(recipe.map(|r| format!("--quantize={r}")))
             .stderr(Stdio::null())
             .stdout(Stdio::null())
             .status()?;
@@ -277,12 +281,19 @@ fn main() -> Result<()> {
         "ratio",
         "all"
     );
+    let mut entries: Vec<(String, &Path, Option<&str>)> = Vec::new();
     for (name, model) in &models {
-        bench.load(model, name)?;
+        entries.push((name.clone(), model, None));
+        if let Some(recipe) = &args.quantize {
+            entries.push((format!("{name} {recipe}"), model, Some(recipe)));
+        }
+    }
+    for (name, model, recipe) in &entries {
+        bench.load(model, name, *recipe)?;
         let rounds = bench.attach(name)?;
         let of = |part| median(&rounds, part);
         let (ready, all) = (of("ready"), of("all"));
-        let peer = if args.peer {
+        let peer = if args.peer && recipe.is_none() {
             let peer = bench.peer(model)?;
             format!("{peer:>9.2} {:>6.1}x {:>6.1}x", peer / ready, peer / all)
         } else {

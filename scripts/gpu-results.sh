@@ -3,7 +3,7 @@
 #
 #   scripts/gpu-results.sh [check|smollm2|many|small|llama|quantize|two]...      default: all but two
 #
-# Takes the programs from $CANDLE_CACHE_PROGRAMS (gpu, decode, attach, llama, candle-cache), else builds them.
+# Takes the programs from $CANDLE_CACHE_PROGRAMS (gpu, models, decode, quantized, attach, llama, candle-cache), else builds them.
 # `llama` writes 16 GiB of random weights to $CANDLE_CACHE_WORK (default: a temp folder) and needs torch, as does `many`
 # for its peer. `two` needs two GPUs.
 set -uo pipefail
@@ -16,7 +16,7 @@ if [ -z "${CANDLE_CACHE_PROGRAMS:-}" ]; then
     . scripts/cuda-toolkit.sh
     cargo build --release --features cuda --bins --examples --benches --tests || exit 1
     CANDLE_CACHE_PROGRAMS=$(mktemp -d)
-    for f in gpu decode attach; do
+    for f in gpu models decode quantized attach; do
         cp "$(ls -t target/release/deps/$f-* | grep -v '\.d$' | head -n 1)" "$CANDLE_CACHE_PROGRAMS/$f"
     done
     cp target/release/candle-cache target/release/examples/llama "$CANDLE_CACHE_PROGRAMS/"
@@ -167,7 +167,23 @@ quantize() {
         row "1B shape, q4k, $threads threads: time, peak memory" \
             "$(measured candle-cache load "$model" --device cuda:0 --quantize q4k --threads $threads --force)"
     done
+    # Engines of the 8B shape: candle's own tensors beside those from the cache.
+    model=$work/llama8b
+    [ -f "$model/config.json" ] || python3 benches/make_checkpoint.py llama "$model"
+    local recipe=default=q4k,lm_head=q6k
+    row "8B shape, planned bytes" "$(candle-cache plan "$model" --quantize $recipe | tail -n 1)"
+    row "8B shape, $recipe: time, peak memory" \
+        "$(measured candle-cache load "$model" --name llama8b-q4k --device cuda:0 --quantize $recipe)"
+    candle-cache status | tee -a "$rows"
+    local source
+    for source in cache own; do
+        quantized --name llama8b-q4k --checkpoint "$model" --recipe $recipe --memory $source 2>&1 | tee -a "$rows"
+    done
+    quantized --name llama8b-q4k --checkpoint "$model" --recipe $recipe 2>&1 | tee -a "$rows"
     stop
+    attach --device cuda:0 --model "$model" --quantize $recipe --program "$(command -v candle-cache)" --attaches 15 2>&1 |
+        tee "$work/attach-quantized.table"
+    grep -E '^llama8b' "$work/attach-quantized.table" >>"$rows"
 }
 
 two() {

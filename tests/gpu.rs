@@ -29,6 +29,9 @@ mod stand_in;
 mod support;
 #[path = "gpu/tensors.rs"]
 mod tensors;
+#[cfg(feature = "cli")]
+#[path = "gpu/worker.rs"]
+mod worker;
 
 use support::*;
 
