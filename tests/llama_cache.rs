@@ -9,7 +9,7 @@ mod support;
 #[path = "../examples/llama/tokenizer.rs"]
 mod tokenizer;
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
@@ -45,6 +45,10 @@ impl Daemon {
 
     /// Loads a checkpoint, as soon as the daemon answers.
     fn load(&self, name: &str, checkpoint: &Path) -> Result<()> {
+        self.load_with(name, checkpoint, &[])
+    }
+
+    fn load_with(&self, name: &str, checkpoint: &Path, args: &[&str]) -> Result<()> {
         const NO_DAEMON: i32 = 3;
         let started = Instant::now();
         loop {
@@ -52,6 +56,7 @@ impl Daemon {
                 .arg("load")
                 .arg(checkpoint)
                 .args(["--name", name])
+                .args(args)
                 .env("CANDLE_CACHE_SOCKET_DIR", self.folder.path())
                 .stdin(Stdio::null())
                 .status()?;
@@ -126,6 +131,13 @@ impl Engine {
 
     fn goes_on(&mut self) -> Result<()> {
         Ok(self.input.write_all(b"\n")?)
+    }
+
+    /// Everything that it still says, until it ends.
+    fn rest(&mut self) -> Result<String> {
+        let mut text = String::new();
+        self.output.read_to_string(&mut text)?;
+        Ok(text)
     }
 
     fn token(&mut self) -> Result<Option<u32>> {
@@ -272,6 +284,63 @@ fn four_engines_and_the_daemon_hold_one_copy_of_the_weights() -> Result<()> {
     engines.iter_mut().try_for_each(Engine::goes_on)?;
     for mut engine in engines {
         assert!(engine.child.wait()?.success());
+    }
+    Ok(())
+}
+
+/// Quantized by the worker from floats under Hugging Face names, and run by the example.
+#[test]
+fn a_dense_model_that_the_worker_quantized_answers_sensibly_from_one_shared_copy() -> Result<()> {
+    const MB: u64 = 1_000_000;
+    let daemon = Daemon::start()?;
+    let folder = support::dense_folder()?;
+    for recipe in ["q8_0", "q4_0"] {
+        daemon.load_with(recipe, &folder, &["--quantize", recipe])?;
+        let cache = IpcCache::attach(&daemon.config(recipe, &folder), &Device::Cpu)?;
+        // The small files travel in shared memory too.
+        let files = cache.files().filter_map(|name| cache.file(name));
+        let copy = cache.memory_bytes() + files.map(|f| f.len() as u64).sum::<u64>();
+        drop(cache);
+        let mut engines = Vec::new();
+        for _ in 0..3 {
+            engines.push(daemon.engine(recipe, &["--step", "--max-tokens", "12"])?);
+        }
+        engines.iter_mut().try_for_each(Engine::waits)?;
+        let (before, _) = total_held(&daemon, &engines)?;
+        engines.iter_mut().try_for_each(Engine::goes_on)?;
+        engines.iter_mut().try_for_each(Engine::waits)?;
+        let (after, shared) = total_held(&daemon, &engines)?;
+        eprintln!(
+            "{recipe}: {} MB; 3 engines and the daemon hold {} MB before a forward pass and {} MB after, of it {} MB \
+             shared memory",
+            copy / MB,
+            before / MB,
+            after / MB,
+            shared / MB
+        );
+        assert!(shared <= copy + MB, "{} MB of shared memory", shared / MB);
+        assert!(
+            shared >= copy * 8 / 10,
+            "{} MB of shared memory",
+            shared / MB
+        );
+        engines.iter_mut().try_for_each(Engine::goes_on)?;
+        let answers: Vec<String> = engines
+            .iter_mut()
+            .map(Engine::rest)
+            .collect::<Result<_>>()?;
+        eprintln!("{recipe}: {PROMPT}{}", answers[0]);
+        assert!(
+            answers[0].contains("7, 8, 9, 10"),
+            "{recipe}: {:?}",
+            answers[0]
+        );
+        assert!(answers.iter().all(|a| *a == answers[0]), "{answers:?}");
+        let unloaded = Command::new(env!("CARGO_BIN_EXE_candle-cache"))
+            .args(["unload", recipe, "--force"])
+            .env("CANDLE_CACHE_SOCKET_DIR", daemon.folder.path())
+            .status()?;
+        ensure!(unloaded.success(), "unload: {unloaded}");
     }
     Ok(())
 }

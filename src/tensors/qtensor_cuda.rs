@@ -6,7 +6,6 @@
 //! then says about the tensor is compared. To let go, its own words are put back, so that candle frees
 //! what candle took. Where the words are not found as expected nothing is touched: a typed error.
 
-use std::borrow::Cow;
 use std::mem::ManuallyDrop;
 use std::sync::{Arc, OnceLock};
 
@@ -197,12 +196,13 @@ fn seed(
     dtype: GgmlDType,
     blocks: usize,
 ) -> Result<(QStorage, Values), AdoptError> {
+    let Device::Cuda(cuda) = device else {
+        return Err(AdoptError::Layout(format!("{device:?} is no GPU")));
+    };
     let bytes = blocks * dtype.type_size();
-    // Words, because candle asserts the alignment of what it is given.
-    let zeros = vec![0u64; bytes.div_ceil(8)];
-    // SAFETY: the vector holds at least `bytes` bytes, and any byte is a `u8`.
-    let zeros = unsafe { std::slice::from_raw_parts(zeros.as_ptr().cast::<u8>(), bytes) };
-    let storage = QStorage::from_data(Cow::Borrowed(zeros), device, dtype)?;
+    // Not `QStorage::from_data`: its copy from the host waits for the GPU, for each of a model's tensors.
+    let zeros = QCudaStorage::zeros(cuda, blocks * dtype.block_size(), dtype)?;
+    let storage = QStorage::Cuda(zeros);
     let address = storage.device_ptr()? as usize;
     let padded = bytes + PADDING * dtype.type_size() / dtype.block_size();
     Ok((storage, [address, padded, bytes]))
