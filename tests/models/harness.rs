@@ -166,18 +166,20 @@ pub(crate) fn run(case: &Case, device: &Device) -> Result<Row> {
     Ok(row)
 }
 
-/// The result of `work`, a panic's message as an error.
+/// The result of `work`, the message of an error or a panic without candle's backtrace.
 pub(crate) fn outcome<T>(work: impl FnOnce() -> Result<T>) -> Result<T, String> {
-    match catch_unwind(AssertUnwindSafe(work)) {
-        Ok(Ok(value)) => Ok(value),
-        Ok(Err(e)) => Err(format!("{e:#}")),
-        Err(panic) => Err(match panic.downcast::<String>() {
+    let message = match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(Ok(value)) => return Ok(value),
+        Ok(Err(e)) => format!("{e:#}"),
+        Err(panic) => match panic.downcast::<String>() {
             Ok(text) => *text,
             Err(panic) => panic
                 .downcast_ref::<&str>()
                 .map_or_else(|| "a panic".into(), |text| (*text).into()),
-        }),
-    }
+        },
+    };
+    let backtrace = message.find("\n   0: ").unwrap_or(message.len());
+    Err(message[..backtrace].trim_end().into())
 }
 
 /// The model's variables as `VarMap` makes them, with values that are the same each time.
