@@ -93,20 +93,27 @@ macro_rules! decoder {
 }
 use decoder;
 
-/// The same without `clear_kv_cache()`: each pass goes on where the last one ended.
+/// The same without `clear_kv_cache()`: after the first pass each goes on by one token.
 macro_rules! growing_decoder {
     ($name:literal, $model:ty, {$($config:tt)*}) => {
-        Case::new($name, |vb| {
+        Case::new($name, growing_decoder!(build $model, {$($config)*}))
+    };
+    (f32_only $name:literal, $model:ty, {$($config:tt)*}) => {
+        Case::f32_only($name, growing_decoder!(build $model, {$($config)*}))
+    };
+    (build $model:ty, {$($config:tt)*}) => {
+        |vb| {
             let config = $crate::text::config(serde_json::json!({$($config)*}))?;
             let ids = $crate::harness::ids(6, $crate::text::VOCABULARY, vb.device())?;
             let mut model = <$model>::new(&config, vb)?;
             let mut past = 0;
             $crate::harness::forward(move || {
-                let logits = model.forward(&ids, past);
-                past += 6;
+                let new = if past == 0 { ids.clone() } else { ids.narrow(1, 0, 1)? };
+                let logits = model.forward(&new, past);
+                past += new.dim(1)?;
                 logits
             })
-        })
+        }
     };
 }
 use growing_decoder;

@@ -62,7 +62,9 @@ fn plain() -> Vec<Case> {
 fn gemmas() -> Vec<Case> {
     vec![
         Case::new("gemma", |vb| {
-            let config = config(json!({ "hidden_activation": "gelu_pytorch_tanh" }))?;
+            let config = config(json!({
+                "hidden_act": null, "hidden_activation": "gelu_pytorch_tanh"
+            }))?;
             let ids = ids(6, VOCABULARY, vb.device())?;
             let mut model = gemma::Model::new(false, &config, vb)?;
             forward(move || {
@@ -86,8 +88,10 @@ fn gemmas() -> Vec<Case> {
             })
         }),
         Case::new("gemma3", |vb| {
+            // With more heads of keys candle's cache refuses the values of a layer of full attention.
             let config = config(json!({
                 "hidden_activation": "gelu_pytorch_tanh",
+                "num_key_value_heads": 1,
                 "query_pre_attn_scalar": 8,
                 "rope_local_base_freq": 1000.0,
                 "sliding_window": 4,
@@ -111,7 +115,7 @@ fn gemmas() -> Vec<Case> {
 
 fn glms() -> Vec<Case> {
     vec![
-        Case::new("chatglm", |vb| {
+        Case::f32_only("chatglm", |vb| {
             let config = chatglm::Config {
                 num_layers: 2,
                 padded_vocab_size: VOCABULARY as usize,
@@ -208,7 +212,7 @@ fn with_caches_of_their_own() -> Vec<Case> {
                 model.forward(&ids, 0, &mut cache)
             })
         }),
-        Case::new("llama2_c", |vb| {
+        Case::f32_only("llama2_c", |vb| {
             let config = llama2_c::Config {
                 dim: 32,
                 hidden_dim: 48,
@@ -229,7 +233,7 @@ fn with_caches_of_their_own() -> Vec<Case> {
 
 fn with_forms_of_their_own() -> Vec<Case> {
     vec![
-        Case::new("bigcode", |vb| {
+        Case::f32_only("bigcode", |vb| {
             let config = bigcode::Config {
                 vocab_size: VOCABULARY as usize,
                 max_position_embeddings: 32,
@@ -278,9 +282,9 @@ fn with_forms_of_their_own() -> Vec<Case> {
                 model.forward(&ids)
             })
         }),
-        Case::new("phi", |vb| {
+        Case::f32_only("phi", |vb| {
             let config = config(json!({
-                "hidden_act": "gelu", "partial_rotary_factor": 0.5, "qk_layernorm": true
+                "hidden_act": "gelu", "partial_rotary_factor": 0.5, "qk_layernorm": false
             }))?;
             let ids = ids(6, VOCABULARY, vb.device())?;
             let mut model = phi::Model::new(&config, vb)?;

@@ -38,22 +38,22 @@ fn bert() -> Value {
 
 fn berts() -> Vec<Case> {
     vec![
-        Case::new("bert::BertModel", |vb| {
+        Case::f32_only("bert::BertModel", |vb| {
             let (ids, types, mask) = inputs(&vb)?;
             let model = bert::BertModel::load(vb, &config(bert())?)?;
             forward(move || model.forward(&ids, &types, Some(&mask)))
         }),
-        Case::new("bert::BertForMaskedLM", |vb| {
+        Case::f32_only("bert::BertForMaskedLM", |vb| {
             let (ids, types, mask) = inputs(&vb)?;
             let model = bert::BertForMaskedLM::load(vb, &config(bert())?)?;
             forward(move || model.forward(&ids, &types, Some(&mask)))
         }),
-        Case::new("distilbert::DistilBertModel", |vb| {
+        Case::f32_only("distilbert::DistilBertModel", |vb| {
             let (ids, hidden) = distilbert_inputs(&vb)?;
             let model = distilbert::DistilBertModel::load(vb, &config(distilbert())?)?;
             forward(move || model.forward(&ids, &hidden))
         }),
-        Case::new("distilbert::DistilBertForMaskedLM", |vb| {
+        Case::f32_only("distilbert::DistilBertForMaskedLM", |vb| {
             let (ids, hidden) = distilbert_inputs(&vb)?;
             let model = distilbert::DistilBertForMaskedLM::load(vb, &config(distilbert())?)?;
             forward(move || model.forward(&ids, &hidden))
@@ -98,17 +98,17 @@ fn distilbert_inputs(vb: &VarBuilder<'_>) -> candle_core::Result<(Tensor, Tensor
 
 fn debertas() -> Vec<Case> {
     vec![
-        Case::new("debertav2::DebertaV2Model", |vb| {
+        Case::f32_only("debertav2::DebertaV2Model", |vb| {
             let (ids, types, mask) = inputs(&vb)?;
             let model = debertav2::DebertaV2Model::load(vb, &config(deberta())?)?;
             forward(move || model.forward(&ids, Some(types.clone()), Some(mask.clone())))
         }),
-        Case::new("debertav2::DebertaV2NERModel", |vb| {
+        Case::f32_only("debertav2::DebertaV2NERModel", |vb| {
             let (ids, types, mask) = inputs(&vb)?;
             let model = debertav2::DebertaV2NERModel::load(vb, &config(deberta())?, None)?;
             forward(move || model.forward(&ids, Some(types.clone()), Some(mask.clone())))
         }),
-        Case::new("debertav2::DebertaV2SeqClassificationModel", |vb| {
+        Case::f32_only("debertav2::DebertaV2SeqClassificationModel", |vb| {
             let (ids, types, mask) = inputs(&vb)?;
             let config = config(deberta())?;
             let model = debertav2::DebertaV2SeqClassificationModel::load(vb, &config, None)?;
@@ -142,17 +142,17 @@ fn deberta() -> Value {
 
 fn modern() -> Vec<Case> {
     vec![
-        Case::new("modernbert::ModernBert", |vb| {
+        Case::f32_only("modernbert::ModernBert", |vb| {
             let (ids, _, mask) = inputs(&vb)?;
             let model = modernbert::ModernBert::load(vb, &config(modernbert())?)?;
             forward(move || model.forward(&ids, &mask))
         }),
-        Case::new("modernbert::ModernBertForMaskedLM", |vb| {
+        Case::f32_only("modernbert::ModernBertForMaskedLM", |vb| {
             let (ids, _, mask) = inputs(&vb)?;
             let model = modernbert::ModernBertForMaskedLM::load(vb, &config(modernbert())?)?;
             forward(move || model.forward(&ids, &mask))
         }),
-        Case::new("modernbert::ModernBertForSequenceClassification", |vb| {
+        Case::f32_only("modernbert::ModernBertForSequenceClassification", |vb| {
             let (ids, _, mask) = inputs(&vb)?;
             let config = config(modernbert())?;
             let model = modernbert::ModernBertForSequenceClassification::load(vb, &config)?;
@@ -172,7 +172,7 @@ fn modern() -> Vec<Case> {
             let model = nomic_bert::NomicBertModel::load(vb, &config)?;
             forward(move || model.forward(&ids, Some(&types), Some(&mask)))
         }),
-        Case::new("jina_bert", |vb| {
+        Case::f32_only("jina_bert", |vb| {
             let ids = ids(6, VOCABULARY, vb.device())?;
             let config = jina_bert::Config {
                 vocab_size: VOCABULARY as usize,
@@ -204,7 +204,7 @@ fn modernbert() -> Value {
 
 fn embedders() -> Vec<Case> {
     vec![
-        Case::new("nvembed_v2::embedding", |vb| {
+        Case::f32_only("nvembed_v2::embedding", |vb| {
             let ids = ids(6, VOCABULARY, vb.device())?;
             let mask = ids.ones_like()?.to_dtype(vb.dtype())?;
             let dtype = vb.dtype();
@@ -243,6 +243,8 @@ fn stella(
     };
     let ids = ids(6, VOCABULARY, vb.device())?;
     let mask = ids.ones_like()?;
-    let mut model = stella_en_v5::EmbeddingModel::new(&config, vb.pp("base"), vb.pp("head"))?;
+    // The head takes activations in F32, whatever the rest computes in.
+    let head = vb.pp("head").to_dtype(DType::F32);
+    let mut model = stella_en_v5::EmbeddingModel::new(&config, vb.pp("base"), head)?;
     forward(move || model.forward(&ids, &mask))
 }

@@ -21,7 +21,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "topk_group": 1,
             "v_head_dim": 8
         }),
-        growing_decoder!("mixtral", mixtral::Model, {
+        growing_decoder!(f32_only "mixtral", mixtral::Model, {
             "num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": 16
         }),
         decoder!("qwen2_moe", qwen2_moe::Model, {

@@ -15,7 +15,7 @@ pub(crate) fn cases() -> Vec<Case> {
     vec![
         growing_decoder!("based", based::Model, {
             "n_embd": 32,
-            "n_inner": 48,
+            "n_inner": 64,
             "n_layer": 3,
             "n_head": 4,
             "alt_mixer_layers": [1],
@@ -67,9 +67,13 @@ pub(crate) fn cases() -> Vec<Case> {
             })
         }),
         Case::new("mamba2", |vb| {
-            let config: mamba2::Config = config(json!({
-                "d_model": 32, "n_layer": 2, "state_size": 8, "head_dim": 16,
+            let config: mamba2::Config = serde_json::from_value(json!({
+                "d_model": 32,
+                "n_layer": 2,
+                "d_state": 8,
+                "headdim": 16,
                 "pad_vocab_size_multiple": 8,
+                "vocab_size": VOCABULARY,
             }))?;
             let (dtype, device) = (vb.dtype(), vb.device().clone());
             let ids = ids(TOKENS, VOCABULARY, &device)?;
@@ -89,7 +93,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "logits_soft_cap": 30.0,
             "partial_rotary_factor": 0.5
         }),
-        Case::new("rwkv_v5", |vb| {
+        Case::f32_only("rwkv_v5", |vb| {
             let config: rwkv_v5::Config = config(rwkv())?;
             let device = vb.device().clone();
             let ids = ids(TOKENS, VOCABULARY, &device)?;
@@ -99,7 +103,7 @@ pub(crate) fn cases() -> Vec<Case> {
                 each(TOKENS, |i| model.forward(&ids.narrow(1, i, 1)?, &mut state))
             })
         }),
-        Case::new("rwkv_v6", |vb| {
+        Case::f32_only("rwkv_v6", |vb| {
             let config: rwkv_v5::Config = config(rwkv())?;
             let device = vb.device().clone();
             let ids = ids(TOKENS, VOCABULARY, &device)?;

@@ -8,7 +8,7 @@ use crate::harness::{Case, forward, ids};
 
 pub(crate) fn cases() -> Vec<Case> {
     vec![
-        Case::new("marian", |vb| {
+        Case::f32_only("marian", |vb| {
             let config = marian::Config {
                 vocab_size: VOCABULARY as usize,
                 decoder_vocab_size: Some(VOCABULARY as usize),
@@ -39,7 +39,7 @@ pub(crate) fn cases() -> Vec<Case> {
                 model.forward(&ids)
             })
         }),
-        Case::new("t5::T5ForConditionalGeneration", |vb| {
+        Case::f32_only("t5::T5ForConditionalGeneration", |vb| {
             let config = config(t5())?;
             let ids = ids(6, VOCABULARY, vb.device())?;
             let mut model = t5::T5ForConditionalGeneration::load(vb, &config)?;
