@@ -18,6 +18,8 @@ mod stand_in;
 mod table;
 #[path = "models/text.rs"]
 mod text;
+#[path = "models/toys.rs"]
+mod toys;
 #[path = "models/vision.rs"]
 mod vision;
 
@@ -74,10 +76,10 @@ fn run_all(cases: &[Case], device: &Device, threads: usize) -> Vec<Result<Row, S
     std::thread::scope(|scope| {
         for _ in 0..threads {
             let each = || {
-                while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let position = cases.iter().position(|c| std::ptr::eq(c, case)).unwrap();
-                    let row = outcome(|| run(case, device));
-                    *rows[position].lock().unwrap() = Some(row);
+                loop {
+                    let i = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(case) = cases.get(i) else { return };
+                    *rows[i].lock().unwrap() = Some(outcome(|| run(case, device)));
                 }
             };
             let builder = std::thread::Builder::new().stack_size(STACK);

@@ -36,6 +36,8 @@ pub(crate) struct Case {
     pub(crate) build: Build,
     /// Whether it runs in BF16 on the CPU.
     bf16: bool,
+    /// Whether a second forward pass goes on from the first.
+    growing: bool,
     /// Variables that `VarMap` cannot make, because the model asks for them without their shape.
     by_hand: &'static [(&'static str, &'static [usize])],
 }
@@ -47,6 +49,7 @@ impl Case {
             name,
             build,
             bf16: true,
+            growing: false,
             by_hand: &[],
         }
     }
@@ -56,6 +59,14 @@ impl Case {
         Self {
             bf16: false,
             ..Self::new(name, build)
+        }
+    }
+
+    /// A model whose second forward pass goes on from its first, because it has no means to forget.
+    pub(crate) fn growing(self) -> Self {
+        Self {
+            growing: true,
+            ..self
         }
     }
 
@@ -91,6 +102,8 @@ pub(crate) fn noise(shape: impl Into<Shape>, vb: &VarBuilder<'_>) -> candle_core
 /// What a case showed.
 pub(crate) struct Row {
     pub(crate) name: &'static str,
+    /// A second forward pass is no repetition of the first: what the first let go of is not told.
+    pub(crate) growing: bool,
     /// Tensors in the file.
     pub(crate) tensors: usize,
     /// Their bytes in F32.
@@ -115,6 +128,7 @@ pub(crate) fn run(case: &Case, device: &Device) -> Result<Row> {
     let weights = make(case).context("made with VarMap")?;
     let mut row = Row {
         name: case.name,
+        growing: case.growing,
         tensors: weights.len(),
         bytes: weights.values().map(|t| t.elem_count() * 4).sum(),
         dtypes: Vec::new(),

@@ -39,14 +39,18 @@ pub(crate) fn markdown(rows: &[Row], excluded: &[(&str, &str)], device: &Device)
             write!(text, " {} | {built} | {ran} |", row.requests).unwrap();
         }
         if let Some(copies) = &row.copies {
-            for names in [
-                &row.asked_twice,
-                &copies.constructor,
-                &copies.let_go,
-                &copies.first_forward,
-                &copies.unused,
+            let first_forward = match row.growing {
+                true => "—".into(),
+                false => cell(&copies.first_forward),
+            };
+            for cell in [
+                cell(&row.asked_twice),
+                cell(&copies.constructor),
+                cell(&copies.let_go),
+                first_forward,
+                cell(&copies.unused),
             ] {
-                write!(text, " {} |", cell(names)).unwrap();
+                write!(text, " {cell} |").unwrap();
             }
         }
         text.push('\n');
