@@ -54,7 +54,7 @@ impl Case {
         }
     }
 
-    /// A model that candle cannot run in BF16 on the CPU. That it cannot is tested.
+    /// A model that candle does not run in BF16 on the CPU. That it does not is tested.
     pub(crate) fn f32_only(name: &'static str, build: Build) -> Self {
         Self {
             bf16: false,
@@ -110,8 +110,8 @@ pub(crate) struct Row {
     pub(crate) bytes: usize,
     /// Dtypes in which the outputs were equal.
     pub(crate) dtypes: Vec<DType>,
-    /// Why candle does not run it in BF16.
-    pub(crate) no_bf16: Option<String>,
+    /// Dtypes in which candle does not run it here, and why.
+    pub(crate) refused: Vec<(DType, String)>,
     /// Names that the constructor asked for more than once.
     pub(crate) asked_twice: Vec<String>,
     /// Requests for tensors that the constructor made.
@@ -132,7 +132,7 @@ pub(crate) fn run(case: &Case, device: &Device) -> Result<Row> {
         tensors: weights.len(),
         bytes: weights.values().map(|t| t.elem_count() * 4).sum(),
         dtypes: Vec::new(),
-        no_bf16: None,
+        refused: Vec::new(),
         asked_twice: Vec::new(),
         requests: 0,
         copies: None,
@@ -146,19 +146,15 @@ pub(crate) fn run(case: &Case, device: &Device) -> Result<Row> {
             check_values(&outputs)?;
             Ok(outputs)
         });
-        if dtype == DType::BF16 && !case.bf16 {
-            match wanted {
-                Err(why) => row.no_bf16 = Some(why),
-                Ok(_) if device.is_cpu() => bail!("runs in BF16, though it is marked F32 only"),
-                Ok(_) => {}
-            }
-            continue;
-        }
+        let bf16_here = case.bf16 || !device.is_cpu();
         let wanted = match wanted {
+            Ok(_) if dtype == DType::BF16 && !bf16_here => {
+                bail!("runs in BF16, though it is marked F32 only")
+            }
             Ok(wanted) => wanted,
-            // On a GPU candle lacks kernels for some models: the table says so.
-            Err(why) if !device.is_cpu() && dtype == DType::BF16 => {
-                row.no_bf16 = Some(why);
+            // On a GPU candle lacks kernels for some models.
+            Err(why) if !device.is_cpu() || dtype == DType::BF16 && !case.bf16 => {
+                row.refused.push((dtype, why));
                 continue;
             }
             Err(why) => bail!("the original in {dtype:?}: {why}"),

@@ -30,6 +30,10 @@ fn plain() -> Vec<Case> {
         decoder!("qwen3::ModelForCausalLM", qwen3::ModelForCausalLM, {
             "max_window_layers": 2, "use_sliding_window": false
         }),
+        decoder!("qwen2::ModelForCausalLM (with a head)", qwen2::ModelForCausalLM, {
+            "max_window_layers": 2, "sliding_window": 16, "use_sliding_window": false
+        })
+        .by_hand(&[("lm_head.weight", &[VOCABULARY as usize, 32])]),
         Case::new("qwen2::Model", |vb| {
             let config = config(json!({
                 "max_window_layers": 2, "sliding_window": 16, "use_sliding_window": false

@@ -38,7 +38,8 @@ pub(crate) fn cases() -> Vec<Case> {
                 model.clear_kv_cache();
                 model.forward(&ids)
             })
-        }),
+        })
+        .by_hand(SHARED),
         Case::f32_only("t5::T5ForConditionalGeneration", |vb| {
             let config = config(t5())?;
             let ids = ids(TOKENS, VOCABULARY, vb.device())?;
@@ -47,9 +48,13 @@ pub(crate) fn cases() -> Vec<Case> {
                 model.clear_kv_cache();
                 model.forward(&ids, &ids)
             })
-        }),
+        })
+        .by_hand(SHARED),
     ]
 }
+
+/// Where the embeddings lie in most checkpoints: the constructor looks whether it is there.
+const SHARED: &[(&str, &[usize])] = &[("shared.weight", &[VOCABULARY as usize, 32])];
 
 fn t5() -> serde_json::Value {
     json!({
