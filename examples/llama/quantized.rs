@@ -295,7 +295,7 @@ impl Llama {
                 epsilon: config.norm_epsilon as f32,
             })
         };
-        let rotation = Rotation::new(config, context, device)?;
+        let rotation = Rotation::new(config, context, DType::F32, device)?;
         let minus_infinity = Tensor::new(f32::NEG_INFINITY, device)?;
         let names = config.form.names();
         let embedding = linear(names.embedding)?;
@@ -434,14 +434,20 @@ impl Norm {
 
 /// Rotary position embedding over the pairs that a checkpoint's form gives.
 #[derive(Clone)]
-struct Rotation {
+pub(crate) struct Rotation {
     form: Form,
     cosines: Tensor,
     sines: Tensor,
 }
 
 impl Rotation {
-    fn new(config: &Config, context: usize, device: &Device) -> Result<Self> {
+    /// The tables for positions below `context`, in `dtype`.
+    pub(crate) fn new(
+        config: &Config,
+        context: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
         let frequencies = (0..config.rotated)
             .step_by(2)
             .map(|i| 1f32 / config.rope_base.powf(i as f32 / config.rotated as f32));
@@ -458,12 +464,13 @@ impl Rotation {
         let angles = positions.matmul(&frequencies)?;
         Ok(Self {
             form: config.form,
-            cosines: angles.cos()?,
-            sines: angles.sin()?,
+            cosines: angles.cos()?.to_dtype(dtype)?,
+            sines: angles.sin()?.to_dtype(dtype)?,
         })
     }
 
-    fn apply(&self, x: &Tensor, position: usize) -> Result<Tensor> {
+    /// Rotates `x`, shape `(batch, heads, length, head)`, which stands at `position` and on.
+    pub(crate) fn apply(&self, x: &Tensor, position: usize) -> Result<Tensor> {
         let length = x.dim(2)?;
         let cosines = self.cosines.narrow(0, position, length)?;
         let sines = self.sines.narrow(0, position, length)?;
