@@ -4,7 +4,8 @@
     make_checkpoint.py llama DIR [--layers 32] [--hidden 4096] [--intermediate 14336] [--vocab 128256] [--heads 32] [--kv-heads 8]
     make_checkpoint.py many DIR COUNT        COUNT tensors of 4096 BF16 elements each
 
-A Llama of BF16 weights in shards of about 4 GiB with an index and a config.json. The defaults are the shape of an
+A Llama of BF16 weights in shards of about 4 GiB with an index, a config.json and a tokenizer.json whose words are "t0",
+"t1", ... for the tokens of those numbers. The defaults are the shape of an
 8B model: 291 tensors, 15 GiB. Needs torch and safetensors; draws on the GPU where there is one.
 """
 import argparse
@@ -77,6 +78,11 @@ def main():
               "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}
     with open(os.path.join(a.dir, "config.json"), "w") as f:
         json.dump(config, f)
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+                 "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
+                 "model": {"type": "WordLevel", "unk_token": "t0", "vocab": {f"t{i}": i for i in range(a.vocab)}}}
+    with open(os.path.join(a.dir, "tokenizer.json"), "w") as f:
+        json.dump(tokenizer, f)
 
 
 if __name__ == "__main__":

@@ -51,14 +51,14 @@ _toolkit_cudarc() {
 
 # One library whose every function answers the given number, an error in that library's terms.
 _toolkit_stub() { # bindings, module, library, soname, answer
-    grep -ohE 'fn (cu|nvrtc)[A-Za-z0-9_]+' "$1/$2/sys/mod.rs" | cut -d' ' -f2 | sort -u |
+    grep -ohE 'fn (cu|nvrtc|nccl)[A-Za-z0-9_]+' "$1/$2/sys/mod.rs" | cut -d' ' -f2 | sort -u |
         sed "s/.*/int &(void) { return $5; }/" |
         "${CC:-cc}" -shared -fPIC -w -Wl,-soname,"$4" -x c -o "$_toolkit_dir/stubs.new/lib$3.so" - &&
         ln -sf "lib$3.so" "$_toolkit_dir/stubs.new/$4"
 }
 
 _toolkit_stubs() {
-    [ -d "$_toolkit_dir/stubs" ] && return 0
+    [ -e "$_toolkit_dir/stubs/libnccl.so" ] && return 0
     local bindings
     bindings=$(_toolkit_cudarc) || return 1
     rm -rf "$_toolkit_dir/stubs.new"
@@ -68,6 +68,8 @@ _toolkit_stubs() {
         _toolkit_stub "$bindings" cublas cublas libcublas.so.13 1 &&
         _toolkit_stub "$bindings" cublaslt cublasLt libcublasLt.so.13 1 &&
         _toolkit_stub "$bindings" curand curand libcurand.so.10 101 &&
+        _toolkit_stub "$bindings" nccl nccl libnccl.so.2 1 &&
+        rm -rf "$_toolkit_dir/stubs" &&
         mv -T "$_toolkit_dir/stubs.new" "$_toolkit_dir/stubs"
 }
 

@@ -4,7 +4,13 @@
 mod chat;
 mod dense;
 mod errors;
+#[cfg(feature = "nccl")]
+mod nccl;
+#[cfg(feature = "nccl")]
+mod parallel;
 mod quantized;
+#[cfg(feature = "nccl")]
+mod ranks;
 mod sample;
 mod tokenizer;
 mod weights;
@@ -12,6 +18,7 @@ mod weights;
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -76,6 +83,12 @@ struct Args {
     /// Wait for a line on standard input after attaching, and again before leaving, so that memory can be looked at
     #[arg(long, requires = "prompt")]
     step: bool,
+    /// Spread a dense model over so many GPUs, `--device` the first: the entry is a set that `candle-cache load --tp N` made
+    #[arg(long, default_value_t = 1, conflicts_with_all = ["no_cache", "step"], value_parser = ranks_of)]
+    tp: usize,
+    /// Which of them this process is: for the program's own use
+    #[arg(long, hide = true, default_value_t = 0)]
+    rank: usize,
 }
 
 fn main() -> ExitCode {
@@ -90,6 +103,9 @@ fn main() -> ExitCode {
 
 fn run() -> Result<()> {
     let args = Args::parse();
+    if args.tp > 1 {
+        return spread(&args);
+    }
     let device = args.device.open()?;
     let started = Instant::now();
     let weights = args.weights(&device)?;
@@ -124,23 +140,96 @@ fn run() -> Result<()> {
         chat: Chat::new(args.system.as_deref()),
         manners,
         args: &args,
+        before: Box::new(|_| Ok(())),
     };
-    match &args.prompt {
-        Some(prompt) => engine.turn(prompt)?,
-        None => engine.talk()?,
-    }
+    engine.speak()?;
     if args.step {
         wait()?;
     }
     Ok(())
 }
 
+#[cfg(not(feature = "nccl"))]
+fn spread(args: &Args) -> Result<()> {
+    bail!(
+        "this program was built without NCCL: for --tp {} build it with `--features nccl`",
+        args.tp
+    )
+}
+
+/// One rank of a model that is spread over several GPUs. Rank 0 starts the others, talks, and shows; they do the same
+/// in silence.
+#[cfg(feature = "nccl")]
+fn spread(args: &Args) -> Result<()> {
+    use ranks::{Leader, Meeting, Others};
+
+    let (rank, size) = (args.rank, args.tp);
+    let Place::Cuda(first) = args.device else {
+        bail!("--tp spreads a model over GPUs: give --device cuda:0, or the first of those to use")
+    };
+    SILENT.store(rank > 0, Ordering::Relaxed);
+    let led = if rank > 0 {
+        Some(Leader::listen()?)
+    } else {
+        None
+    };
+    let device = Place::Cuda(first + rank).open()?;
+    let started = Instant::now();
+    let (mut config, checkpoint) = args.ipc()?;
+    config = config.tensor_parallel(rank as u32, size as u32);
+    if let Some((_, meeting)) = &led {
+        config = config.epoch(meeting.epoch);
+    }
+    let weights = Weights::attach(&config, checkpoint.as_deref(), &device)?;
+    let bytes = weights.shared_bytes().unwrap_or(0);
+    say(
+        "attach",
+        started.elapsed(),
+        &format!("{:.1} MB of rank 0", bytes as f64 / 1e6),
+    );
+    let (leader, others, meeting) = match led {
+        Some((leader, meeting)) => (Some(leader), None, meeting),
+        None => {
+            let meeting = Meeting::new(weights.epoch()?)?;
+            let others = Others::start(size, &meeting)?;
+            (None, Some(others), meeting)
+        }
+    };
+    let started = Instant::now();
+    let group = meeting.join(rank, size, &device)?;
+    say("meeting", started.elapsed(), &format!("{size} ranks"));
+    let started = Instant::now();
+    let how = Build {
+        context: args.context as usize,
+        dtype: args.dtype.unwrap_or(DType::BF16),
+        device: &device,
+    };
+    let (model, context) = weights.build_part(&how, group)?;
+    say("build", started.elapsed(), "");
+    let sampler = LogitsProcessor::new(args.seed, Some(args.temperature), args.top_p);
+    let mut engine = Engine {
+        generator: Generator::new(model, sampler, context, &device),
+        chat: Chat::new(args.system.as_deref()),
+        manners: weights.manners()?,
+        args,
+        before: match others {
+            Some(mut others) => Box::new(move |text| others.tell(text)),
+            None => Box::new(|_| Ok(())),
+        },
+    };
+    let Some(leader) = leader else {
+        return engine.speak();
+    };
+    while let Some(text) = leader.next()? {
+        engine.turn(&text)?;
+    }
+    Ok(())
+}
+
 impl Args {
     fn weights(&self, device: &Device) -> Result<Weights> {
-        let path = Some(Path::new(&self.model)).filter(|path| path.exists());
-        let checkpoint = self.checkpoint.as_deref().or(path);
         if self.no_cache {
-            return match checkpoint {
+            return match self.path() {
                 Some(path) => Weights::open(path, device),
                 None => bail!(
                     "{} is not a file or folder: --no-cache needs one",
@@ -148,6 +237,19 @@ impl Args {
                 ),
             };
         }
+        let (config, checkpoint) = self.ipc()?;
+        Weights::attach(&config, checkpoint.as_deref(), device)
+    }
+
+    /// The checkpoint, as far as it is known.
+    fn path(&self) -> Option<&Path> {
+        let path = Some(Path::new(&self.model)).filter(|path| path.exists());
+        self.checkpoint.as_deref().or(path)
+    }
+
+    /// What to attach to, and the checkpoint that it must be.
+    fn ipc(&self) -> Result<(IpcConfig, Option<PathBuf>)> {
+        let path = Some(Path::new(&self.model)).filter(|path| path.exists());
         let name = match path {
             Some(path) => entry_name(path)?,
             None => self.model.clone(),
@@ -156,11 +258,10 @@ impl Args {
         if let Some(folder) = &self.socket_dir {
             config = config.socket_dir(folder);
         }
-        config = match checkpoint {
-            Some(path) => config.checkpoint(path),
-            None => config,
-        };
-        Weights::attach(&config, checkpoint, device)
+        if let Some(path) = self.path() {
+            config = config.checkpoint(path);
+        }
+        Ok((config, self.path().map(Path::to_path_buf)))
     }
 }
 
@@ -181,9 +282,19 @@ struct Engine<'a> {
     chat: Chat,
     manners: Manners,
     args: &'a Args,
+    /// Called with what is to be answered, before it is.
+    before: Box<dyn FnMut(&str) -> Result<()>>,
 }
 
 impl Engine<'_> {
+    /// Answers the prompt that was given, or lines from standard input.
+    fn speak(&mut self) -> Result<()> {
+        match &self.args.prompt {
+            Some(prompt) => self.turn(prompt),
+            None => self.talk(),
+        }
+    }
+
     /// Reads lines and answers each, until there are no more.
     fn talk(&mut self) -> Result<()> {
         let input = std::io::stdin();
@@ -203,6 +314,7 @@ impl Engine<'_> {
     }
 
     fn turn(&mut self, text: &str) -> Result<()> {
+        (self.before)(text)?;
         let prompt = match self.args.raw {
             true => tokenizer::encode(&self.manners.tokenizer, text, true)?,
             false => self.chat.ask(&self.manners, text)?,
@@ -237,7 +349,13 @@ impl Engine<'_> {
     }
 }
 
+/// Whether this process keeps its times to itself.
+static SILENT: AtomicBool = AtomicBool::new(false);
+
 fn report(timing: &Timing) {
+    if SILENT.load(Ordering::Relaxed) {
+        return;
+    }
     let prompt = format!("prompt of {} tokens", timing.prompt);
     say("first token", timing.first, &prompt);
     if let Some(rate) = timing.rate() {
@@ -249,6 +367,9 @@ fn report(timing: &Timing) {
 }
 
 fn say(what: &str, took: Duration, more: &str) {
+    if SILENT.load(Ordering::Relaxed) {
+        return;
+    }
     let line = format!("{what:<12} {:>9.1} ms  {more}", took.as_secs_f64() * 1e3);
     eprintln!("{}", line.trim_end());
 }
@@ -300,6 +421,12 @@ fn dtype(text: &str) -> Result<DType, String> {
         "f16" => Ok(DType::F16),
         _ => Err("write f32, bf16 or f16".to_owned()),
     }
+}
+
+fn ranks_of(text: &str) -> Result<usize, String> {
+    let number = text.parse::<usize>().ok();
+    let number = number.filter(|number| (1..=64).contains(number));
+    number.ok_or_else(|| "write a number from 1 to 64".to_owned())
 }
 
 fn temperature(text: &str) -> Result<f64, String> {

@@ -13,7 +13,11 @@ use crate::parallel::Group;
 /// What every rank must be given to find the others: 128 bytes, as hexadecimal digits.
 pub(crate) fn new_id() -> Result<String> {
     let id = Id::new().map_err(Error::debug)?;
-    Ok(id.internal().iter().map(|b| format!("{:02x}", *b as u8)).collect())
+    Ok(id
+        .internal()
+        .iter()
+        .map(|b| format!("{:02x}", *b as u8))
+        .collect())
 }
 
 /// One rank among those that share an id.
@@ -55,9 +59,9 @@ impl Group for Nccl {
         let Storage::Cuda(cuda) = &*storage else {
             bail!("the tensor is not on a GPU")
         };
-        let (start, end) = layout.contiguous_offsets().ok_or_else(|| {
-            Error::msg("a tensor that was made contiguous is not").bt()
-        })?;
+        let (start, end) = layout
+            .contiguous_offsets()
+            .ok_or_else(|| Error::msg("a tensor that was made contiguous is not").bt())?;
         let device = cuda.device().clone();
         macro_rules! sum {
             ($type:ty) => {{
@@ -76,6 +80,11 @@ impl Group for Nccl {
             other => bail!("{other:?} is not summed over GPUs"),
         };
         let shape = part.shape().clone();
-        Ok(Tensor::from_storage(Storage::Cuda(sum), shape, BackpropOp::none(), false))
+        Ok(Tensor::from_storage(
+            Storage::Cuda(sum),
+            shape,
+            BackpropOp::none(),
+            false,
+        ))
     }
 }

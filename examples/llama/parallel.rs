@@ -3,7 +3,7 @@
 
 use std::rc::Rc;
 
-use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor, bail};
+use candle_core::{D, DType, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::var_builder::{Backend, Shard, VarBuilderArgs};
 use candle_nn::{Linear, RmsNorm};
 use candle_transformers::utils::{build_causal_mask, repeat_kv};
@@ -245,15 +245,5 @@ impl Layer {
         let y = scores.matmul(&v.contiguous()?)?.to_dtype(dtype)?;
         let y = y.transpose(1, 2)?.flatten_from(2)?;
         self.group.sum(&self.attention_output.forward(&y)?)
-    }
-}
-
-/// The rank that a device's number in a list of neighbours stands for: `first`, and those after it.
-pub(crate) fn device(first: &Device, rank: usize) -> Result<Device> {
-    match first.location() {
-        candle_core::DeviceLocation::Cuda { gpu_id } => Device::new_cuda(gpu_id + rank),
-        _ => {
-            bail!("a model is spread over GPUs: give --device cuda:0, or the first of those to use")
-        }
     }
 }
