@@ -16,6 +16,7 @@ pub mod quantize;
 pub mod slab;
 pub mod socket;
 pub mod tensors;
+pub mod trace;
 #[cfg(feature = "cli")]
 pub mod worker;
 
@@ -24,3 +25,4 @@ pub use loader::{
     MaybeQuantizedEmbedding, MaybeQuantizedLinear, MaybeQuantizedVarBuilder, Mismatch, OptionError,
     Proof, QuantizedVarBuilder, Report, Took,
 };
+pub use trace::{Trace, TraceError};
