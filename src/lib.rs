@@ -10,6 +10,8 @@ pub mod doctor;
 pub mod key;
 pub mod loader;
 pub mod manifest;
+#[cfg(feature = "cli")]
+mod pattern;
 pub mod protocol;
 #[cfg(feature = "cli")]
 pub mod quantize;
