@@ -15,6 +15,7 @@ mod pattern;
 pub mod protocol;
 #[cfg(feature = "cli")]
 pub mod quantize;
+pub mod shard;
 pub mod slab;
 pub mod socket;
 pub mod tensors;
@@ -25,6 +26,6 @@ pub mod worker;
 pub use loader::{
     AttachError, Cast, Dequantized, Detached, FromIpcCache, GetError, HandOff, IpcCache, IpcConfig,
     MaybeQuantizedEmbedding, MaybeQuantizedLinear, MaybeQuantizedVarBuilder, Mismatch, OptionError,
-    Proof, QuantizedVarBuilder, Report, Took,
+    Proof, QuantizedVarBuilder, Report, ShardedVarBuilder, ShardedWeights, Took,
 };
 pub use trace::{Trace, TraceError};

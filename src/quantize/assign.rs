@@ -511,6 +511,7 @@ mod tests {
             file: 0,
             offset: 0,
             bytes: element.bytes(shape).expect("whole blocks"),
+            slice: None,
         }
     }
 

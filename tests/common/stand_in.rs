@@ -104,6 +104,7 @@ impl Model {
                 name: name.clone(),
                 element: *element,
                 shape: shape.clone(),
+                cut: None,
                 slab: slab as u32,
                 offset,
                 bytes: bytes.len() as u64,
@@ -125,6 +126,8 @@ impl Model {
         let slabs = slabs.into_iter().map(|n| slab_bytes(device, n)).collect();
         let key = Key {
             model: self.name.clone(),
+            shard: Default::default(),
+            selection: "all".into(),
             dtype: "stored".into(),
             recipe: "none".into(),
             format: FORMAT_VERSION,

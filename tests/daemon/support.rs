@@ -74,6 +74,7 @@ impl Daemon {
         let announce = Request::Announce {
             entry: entry(name),
             bytes: 1024,
+            set: Vec::new(),
         };
         assert_eq!(ask(&connection, &announce), Reply::Done);
         connection
@@ -112,6 +113,7 @@ impl Daemon {
             name: name.into(),
             role: None,
             device: None,
+            shard: None,
             epoch: None,
             force,
         };
@@ -234,6 +236,7 @@ impl Weights {
                     name: format!("layer.{slab:04}.{offset:03}"),
                     element: ElementType::F32,
                     shape: vec![8, 8],
+                    cut: None,
                     slab,
                     offset,
                     bytes: 256,
@@ -245,6 +248,8 @@ impl Weights {
         let mut manifest = Manifest {
             key: Key {
                 model: name.into(),
+                shard: Default::default(),
+                selection: "all".into(),
                 dtype: "stored".into(),
                 recipe: "none".into(),
                 format: FORMAT_VERSION,
