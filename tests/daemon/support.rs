@@ -9,6 +9,7 @@ use candle_ipc_cache::daemon::{self, Config, Limits, Listener};
 use candle_ipc_cache::key::Key;
 use candle_ipc_cache::manifest::{Digest, ElementType, FORMAT_VERSION, Manifest, TensorEntry};
 use candle_ipc_cache::protocol::{EntryId, EntryStatus, EpochId, Refusal, Reply, Request};
+use candle_ipc_cache::shard::ShardId;
 use candle_ipc_cache::slab::{DeviceId, host};
 use candle_ipc_cache::socket::Connection;
 use tokio::sync::oneshot;
@@ -225,6 +226,14 @@ impl Weights {
     /// Two tensors in one slab of 1,024 bytes, each byte `fill`.
     pub fn new(name: &str, fill: u8) -> Self {
         Self::with_slabs(name, fill, 1)
+    }
+
+    /// The same, as one rank's part of the model.
+    pub fn of_rank(name: &str, fill: u8, shard: ShardId) -> Self {
+        let mut weights = Self::new(name, fill);
+        weights.manifest.key.shard = shard;
+        weights.bytes = weights.manifest.encode(Vec::new()).unwrap();
+        weights
     }
 
     /// The same in each of `slabs` slabs.
