@@ -6,6 +6,7 @@ use std::path::Path;
 
 use crate::key::Receipt;
 use crate::manifest::{Digest, ElementType};
+use crate::shard::{Cut, Runs};
 
 mod error;
 mod files;
@@ -13,9 +14,12 @@ mod folder;
 mod gguf;
 mod index;
 mod safetensors;
+mod slice;
 mod source;
 
 pub use error::{CheckpointError, UnknownType};
+#[cfg(feature = "cli")]
+pub(crate) use slice::SPAN;
 
 use folder::{Listing, Model};
 
@@ -42,21 +46,32 @@ pub struct SourceFile {
     pub receipt: Receipt,
 }
 
-/// One tensor's place in a checkpoint.
+/// One tensor's place in a checkpoint, or the place of one rank's slice of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceTensor {
     /// Its name.
     pub name: String,
     /// How its elements are stored.
     pub element: ElementType,
-    /// Dimensions, outermost first.
+    /// Dimensions, outermost first; of a slice, the slice's own.
     pub shape: Vec<u64>,
     /// Index into [`Checkpoint::files`].
     pub file: usize,
-    /// Bytes from the file's start.
+    /// Bytes from the file's start to the tensor's, of which a slice may be any part.
     pub offset: u64,
-    /// Length in bytes.
+    /// Length in bytes; of a slice, the slice's own.
     pub bytes: u64,
+    /// The slice that is meant; `None`: all of the tensor.
+    pub slice: Option<Slice>,
+}
+
+/// One rank's slice of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slice {
+    /// How the tensor is cut.
+    pub cut: Cut,
+    /// Where the slice lies among the tensor's bytes.
+    pub runs: Runs,
 }
 
 /// A checkpoint whose headers have been read and found whole.
@@ -146,7 +161,7 @@ impl Checkpoint {
         Ok(out)
     }
 
-    /// Fills `buffer` with the tensor's bytes from `at` on.
+    /// Fills `buffer` with the tensor's bytes from `at` on. A slice is read as if its bytes followed one another.
     ///
     /// # Errors
     /// When the file cannot be read, or has become shorter.
@@ -157,16 +172,27 @@ impl Checkpoint {
         buffer: &mut [u8],
     ) -> Result<(), CheckpointError> {
         let bytes = buffer.len() as u64;
-        let (Some(source), true) = (
-            self.files.get(tensor.file),
-            at.checked_add(bytes).is_some_and(|end| end <= tensor.bytes),
-        ) else {
-            return Err(CheckpointError::OutOfRange {
-                tensor: tensor.name.clone(),
-                at,
-                bytes,
-                length: tensor.bytes,
-            });
+        if at.checked_add(bytes).is_none_or(|end| end > tensor.bytes) {
+            return Err(out_of_range(tensor, at, bytes));
+        }
+        match &tensor.slice {
+            Some(slice) => slice::read(slice, at, buffer, |at, buffer| {
+                self.read_range(tensor, at, buffer)
+            }),
+            None => self.read_range(tensor, at, buffer),
+        }
+    }
+
+    /// Fills `buffer` with the file's bytes from `at` bytes behind the tensor's start on.
+    fn read_range(
+        &self,
+        tensor: &SourceTensor,
+        at: u64,
+        buffer: &mut [u8],
+    ) -> Result<(), CheckpointError> {
+        let bytes = buffer.len() as u64;
+        let Some(source) = self.files.get(tensor.file) else {
+            return Err(out_of_range(tensor, at, bytes));
         };
         let path = &source.receipt.path;
         let doing = || format!("reading tensor `{}`", error::shown(&tensor.name));
@@ -178,7 +204,7 @@ impl Checkpoint {
                 path: path.clone(),
                 tensor: error::shown(&tensor.name),
                 found: now,
-                wanted: tensor.offset.saturating_add(tensor.bytes),
+                wanted: tensor.end(),
             });
         }
         Ok(())
@@ -211,6 +237,15 @@ impl Checkpoint {
             at += step;
         }
         Ok(hasher.finalize().into())
+    }
+}
+
+fn out_of_range(tensor: &SourceTensor, at: u64, bytes: u64) -> CheckpointError {
+    CheckpointError::OutOfRange {
+        tensor: tensor.name.clone(),
+        at,
+        bytes,
+        length: tensor.bytes,
     }
 }
 

@@ -8,14 +8,22 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
+use crate::shard::ShardId;
+
 /// Most files that one entry may come from.
 pub const MAX_SOURCES: usize = 1 << 16;
+/// The selection of an entry that holds every tensor of its files, whole.
+pub const ALL: &str = "all";
 
 /// What an entry was made from, and how.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Key {
     /// Name that the entry was loaded under.
     pub model: String,
+    /// Which part of the model the entry holds.
+    pub shard: ShardId,
+    /// Which tensors were taken, and how they were cut: [`ALL`], or counts and a digest over names and cuts.
+    pub selection: String,
     /// `stored`, or the dtype that float tensors were converted to (`bf16`, `f16`, `f32`).
     pub dtype: String,
     /// Quantization recipe in its canonical spelling; `none` where nothing was quantized.
@@ -156,6 +164,8 @@ impl Key {
             }
         };
         field("model", &wanted.model, &self.model);
+        field("shard", &wanted.shard.to_string(), &self.shard.to_string());
+        field("selection", &wanted.selection, &self.selection);
         field("dtype", &wanted.dtype, &self.dtype);
         field("recipe", &wanted.recipe, &self.recipe);
         field(

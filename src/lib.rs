@@ -10,17 +10,22 @@ pub mod doctor;
 pub mod key;
 pub mod loader;
 pub mod manifest;
+#[cfg(feature = "cli")]
+mod pattern;
 pub mod protocol;
 #[cfg(feature = "cli")]
 pub mod quantize;
+pub mod shard;
 pub mod slab;
 pub mod socket;
 pub mod tensors;
+pub mod trace;
 #[cfg(feature = "cli")]
 pub mod worker;
 
 pub use loader::{
     AttachError, Cast, Dequantized, Detached, FromIpcCache, GetError, HandOff, IpcCache, IpcConfig,
     MaybeQuantizedEmbedding, MaybeQuantizedLinear, MaybeQuantizedVarBuilder, Mismatch, OptionError,
-    Proof, QuantizedVarBuilder, Report, Took,
+    Proof, QuantizedVarBuilder, Report, ShardedVarBuilder, ShardedWeights, Took,
 };
+pub use trace::{Trace, TraceError};

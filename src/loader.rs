@@ -26,6 +26,7 @@ mod lease;
 mod maybe_quantized;
 mod quantized;
 mod report;
+mod sharded;
 mod size;
 mod suggest;
 mod weights;
@@ -38,6 +39,7 @@ pub use maybe_quantized::{
 };
 pub use quantized::QuantizedVarBuilder;
 pub use report::{Cast, Dequantized, HandOff, Report, Took};
+pub use sharded::{ShardedVarBuilder, ShardedWeights};
 
 use lease::Lease;
 use weights::Weights;
@@ -146,6 +148,7 @@ impl IpcCache {
             name: config.name.clone(),
             role: config.role.clone(),
             device: device_id(device)?,
+            shard: config.shard,
         };
         let mut took = Took::default();
         let start = Instant::now();
@@ -218,6 +221,7 @@ impl IpcCache {
                 name: entry.name.clone(),
                 role: Some(entry.role.clone()),
                 device: Some(entry.device),
+                shard: Some(entry.shard),
                 epoch: Some(given.epoch),
                 force: false,
             });
@@ -274,6 +278,19 @@ impl IpcCache {
     pub fn var_builder(&self, dtype: DType) -> VarBuilder<'static> {
         let backend = Box::new(backend::Backend(self.shared.clone()));
         VarBuilder::from_backend(backend, dtype, self.shared.device.clone())
+    }
+
+    /// The weights as candle's tensor-parallel models ask for them: with a [`Shard`] of each tensor as a hint.
+    ///
+    /// Answers are those of candle's `ShardedSafeTensors`, from an entry that holds the whole model as well as from one
+    /// that holds this rank's slices ([`IpcConfig::tensor_parallel`]). Such an entry serves its own rank alone; what
+    /// it holds whole, it serves to any. A slice of a whole tensor is a view where it lies in one piece on a GPU, and
+    /// otherwise a copy that [`IpcCache::report`] counts.
+    ///
+    /// [`Shard`]: candle_nn::var_builder::Shard
+    pub fn sharded(&self, dtype: DType) -> ShardedVarBuilder<'static> {
+        let backend = ShardedWeights(self.shared.clone());
+        ShardedVarBuilder::new_with_args(backend, dtype, &self.shared.device)
     }
 
     /// The quantized weights, by the names and methods of candle's quantized `VarBuilder`.
@@ -343,6 +360,7 @@ impl IpcCache {
             name: config.name.clone(),
             role: config.role.clone(),
             device: device_id(device)?,
+            shard: config.shard,
         };
         let end = Instant::now() + config.connect_timeout;
         size::memory_bytes(&connect::connect(config, end)?, &entry, config, end)

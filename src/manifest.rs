@@ -15,7 +15,7 @@ mod element;
 pub use element::ElementType;
 
 /// Version of the manifest's layout. Readers accept this one only.
-pub const FORMAT_VERSION: u32 = 1;
+pub const FORMAT_VERSION: u32 = 2;
 /// Tensors sit at multiples of this many bytes inside a slab.
 pub const ALIGNMENT: u64 = 256;
 /// Most tensors and aliases one manifest may list, together.
@@ -81,16 +81,19 @@ pub struct TensorEntry {
     pub name: String,
     /// How its elements are stored.
     pub element: ElementType,
-    /// Dimensions, outermost first.
+    /// Dimensions, outermost first; of a slice, the slice's own.
     #[serde(deserialize_with = "capped::<_, _, MAX_RANK>")]
     pub shape: Vec<u64>,
+    /// The dimension along which the tensor was cut, so that this is the slice of the key's tensor-parallel rank;
+    /// `None`: all of the tensor.
+    pub cut: Option<u32>,
     /// Index of its slab.
     pub slab: u32,
     /// Bytes from the slab's start; a multiple of [`ALIGNMENT`].
     pub offset: u64,
     /// Length in bytes, as [`ElementType::bytes`] says.
     pub bytes: u64,
-    /// Digest of the bytes in the checkpoint.
+    /// Digest of the bytes in the checkpoint; of a slice, of the slice's own bytes, run after run.
     pub source: Digest,
     /// Digest of the bytes in the slab.
     pub stored: Digest,
@@ -324,7 +327,8 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// The digest over every tensor: name, type, shape, both digests; and over the aliases.
+    /// The digest over every tensor: name, type, shape, both digests, and of a slice which one it is; and over the
+    /// aliases.
     /// Where a tensor lies does not count, so two layouts of the same weights agree.
     pub fn digest(&self) -> Digest {
         // Small pieces would keep BLAKE3 from using wide registers.
@@ -348,6 +352,14 @@ impl Manifest {
             }
             lines.extend_from_slice(&t.source.0);
             lines.extend_from_slice(&t.stored.0);
+            if let Some(dim) = t.cut {
+                // No name is that long, so no line begins so.
+                lines.extend_from_slice(&u64::MAX.to_le_bytes());
+                let tp = self.key.shard.tp;
+                for number in [dim, tp.rank, tp.size] {
+                    lines.extend_from_slice(&number.to_le_bytes());
+                }
+            }
             flush(&mut lines, PIECE);
         }
         for a in &self.aliases {
@@ -374,6 +386,11 @@ impl Manifest {
         within("slabs", self.slabs.len(), MAX_SLABS)?;
         if self.tensors.is_empty() {
             return Err(ManifestError::NotAManifest("it lists no tensors"));
+        }
+        for (name, part) in self.key.shard.parts() {
+            if !part.is_possible() {
+                return Err(entry_error(name, format!("there is no rank {part}")));
+            }
         }
         self.slabs
             .iter()
@@ -430,6 +447,17 @@ impl Manifest {
     fn check_tensor(&self, t: &TensorEntry) -> Result<(), ManifestError> {
         within("bytes in a tensor's name", t.name.len(), MAX_NAME)?;
         within("dimensions of a tensor", t.shape.len(), MAX_RANK)?;
+        if let Some(dim) = t.cut
+            && (dim as usize >= t.shape.len() || self.key.shard.tp.is_whole())
+        {
+            return Err(entry_error(
+                &t.name,
+                format!(
+                    "cut along dimension {dim} of {:?} for rank {}",
+                    t.shape, self.key.shard.tp
+                ),
+            ));
+        }
         if t.element.bytes(&t.shape) != Some(t.bytes) {
             return Err(entry_error(
                 &t.name,

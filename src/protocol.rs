@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+pub use crate::shard::ShardId;
 pub use crate::slab::DeviceId;
 
 /// Version of the messages. Both sides must speak the same one.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// Largest packet, in bytes.
 pub const MAX_PACKET: usize = 64 << 10;
 /// Most descriptors in one packet: the kernel's own limit.
@@ -23,13 +24,15 @@ pub const MAX_TEXT: usize = 16 << 10;
 pub const STEP: Duration = Duration::from_secs(5);
 /// Longest time that an engine may ask to wait for an entry that is loading.
 pub const MAX_WAIT: Duration = Duration::from_secs(24 * 3600);
+/// Most ranks of one set.
+pub const MAX_RANKS: usize = 256;
 /// Role of an entry that no role was named for.
 pub const TARGET: &str = "target";
 
 const MAGIC: [u8; 4] = *b"CIPC";
 const HEADER: usize = 8;
 
-/// Names one load of one entry: random, never used twice.
+/// Names one load of one entry, or of all ranks of a set: random, never used twice.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct EpochId(pub [u8; 16]);
 
@@ -60,7 +63,7 @@ impl FromStr for EpochId {
     }
 }
 
-/// What an entry is called, what it is for, and where it lies.
+/// What an entry is called, what it is for, where it lies, and which part of the model it is.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct EntryId {
     /// Name of the entry.
@@ -69,17 +72,31 @@ pub struct EntryId {
     pub role: String,
     /// Device that holds the memory.
     pub device: DeviceId,
+    /// The part of the model.
+    pub shard: ShardId,
 }
 
 impl EntryId {
-    /// The entry `name` in the default role.
+    /// The entry `name` in the default role: all of the model.
     pub fn new(name: impl Into<String>, device: DeviceId) -> Self {
         Self {
             name: name.into(),
             role: TARGET.into(),
             device,
+            shard: ShardId::default(),
         }
     }
+}
+
+/// One more rank of a set: the same name and role, another part.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Member {
+    /// The part.
+    pub shard: ShardId,
+    /// Device that holds its memory.
+    pub device: DeviceId,
+    /// Bytes of its slabs.
+    pub bytes: u64,
 }
 
 impl fmt::Display for EntryId {
@@ -87,6 +104,9 @@ impl fmt::Display for EntryId {
         write!(f, "`{}`", self.name)?;
         if self.role != TARGET {
             write!(f, " in role `{}`", self.role)?;
+        }
+        if !self.shard.is_whole() {
+            write!(f, " ({})", self.shard)?;
         }
         write!(f, " on {}", self.device)
     }
@@ -99,7 +119,8 @@ pub enum Request {
     Attach {
         /// The entry.
         entry: EntryId,
-        /// This epoch and no other.
+        /// This epoch and no other. Of a set that was replaced, every rank can be had in this way for as long as
+        /// an engine holds one of them.
         epoch: Option<EpochId>,
         /// How long to wait for an entry that is loading; zero: not at all. The daemon sends
         /// [`Reply::Loading`] meanwhile.
@@ -122,6 +143,8 @@ pub enum Request {
         role: Option<String>,
         /// The device; `None`: every device.
         device: Option<DeviceId>,
+        /// The part of the model; `None`: every part.
+        shard: Option<ShardId>,
         /// This epoch; `None`: whichever is there. One that was replaced meanwhile is not removed.
         epoch: Option<EpochId>,
         /// Remove it although engines hold leases. Without this they are sent [`Reply::Sweep`] and get
@@ -132,17 +155,22 @@ pub enum Request {
     Stop,
     /// Start a worker that loads a model.
     Load(LoadRequest),
-    /// A worker begins to load an entry. Answered with [`Reply::Done`]; a refusal may follow at any time, when the
-    /// entry is unloaded meanwhile.
+    /// A worker begins to load an entry, or a set of ranks that are to be published together. Answered with
+    /// [`Reply::Done`]; a refusal may follow at any time, when the entry is unloaded meanwhile.
     Announce {
-        /// The entry.
+        /// The entry; of a set, its first rank.
         entry: EntryId,
         /// Bytes of its slabs.
         bytes: u64,
+        /// The other ranks of the set, fewer than [`MAX_RANKS`].
+        #[serde(deserialize_with = "crate::manifest::capped::<_, _, MAX_RANKS>")]
+        set: Vec<Member>,
     },
     /// How far the announced load has come. Not answered.
     Progress(Progress),
-    /// The announced load is finished: `[manifest, anchor where `anchor`, slab…]` travel beside this.
+    /// The announced load is finished: `[manifest, anchor where `anchor`, slab…]` travel beside this. The ranks of a
+    /// set are offered in the order in which they were announced. Each but the last is answered with
+    /// [`Reply::Done`] and set aside; with the last, all of them are published at once.
     Offer {
         /// Whether an anchor travels too.
         anchor: bool,
@@ -237,6 +265,8 @@ pub enum Refusal {
     NoEntry,
     /// The entry exists, but on another device.
     OtherDevice,
+    /// The entry exists, but another part of the model.
+    OtherShard,
     /// The entry exists, but the epoch asked for is gone.
     NoEpoch,
     /// The entry is still loading, and the wait is over.
@@ -270,7 +300,8 @@ pub struct EntryStatus {
     pub loading: Option<Progress>,
     /// Why the last load failed.
     pub failed: Option<String>,
-    /// Bytes of unloaded or replaced epochs that engines still hold.
+    /// Bytes of unloaded or replaced epochs that engines still hold, and of replaced ranks that are kept because
+    /// engines hold other ranks of their set.
     pub retired_bytes: u64,
 }
 
@@ -279,6 +310,8 @@ pub struct EntryStatus {
 pub struct ReadyStatus {
     /// The epoch.
     pub epoch: EpochId,
+    /// Ranks that were published with it, itself included.
+    pub ranks: u32,
     /// The root over its tensors, in hexadecimal.
     pub root: String,
     /// Tensors, aliases included.

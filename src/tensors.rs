@@ -10,6 +10,7 @@ use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, DeviceLocation, Tensor};
 
 use crate::manifest::{Digest, ElementType, Manifest, TensorEntry};
+use crate::shard::{Cut, Runs};
 use crate::slab::host::HostMapping;
 use crate::slab::{DeviceId, SlabError};
 
@@ -33,6 +34,13 @@ pub trait MappedWeights: Send + Sync {
     /// # Errors
     /// When candle has no such dtype, the entry holds GGML blocks, or the device refuses.
     fn plain(&self, entry: usize, device: &Device) -> Result<Plain, TensorError>;
+
+    /// A part of the entry as a contiguous tensor on `device`: a view where it lies in one piece and the memory can be
+    /// read in place, otherwise a copy.
+    ///
+    /// # Errors
+    /// As [`MappedWeights::plain`].
+    fn part(&self, entry: usize, part: &TensorPart, device: &Device) -> Result<Plain, TensorError>;
 
     /// The entry as a quantized tensor over the mapped memory. While one is alive, every call for
     /// the same entry returns that one.
@@ -74,6 +82,46 @@ pub struct Plain {
     pub tensor: Tensor,
     /// Bytes that were copied for it; zero where it lies in the mapped memory.
     pub copied: u64,
+}
+
+/// One rank's slice of an entry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorPart {
+    /// How the entry is cut.
+    pub cut: Cut,
+    /// The slice's shape.
+    pub shape: Vec<usize>,
+    /// Where it lies among the entry's bytes.
+    pub runs: Runs,
+}
+
+impl TensorPart {
+    /// The slice of a tensor that holds the entry: shares its storage where it lies in one piece.
+    ///
+    /// # Errors
+    /// candle's own.
+    pub fn of(&self, tensor: &Tensor) -> candle_core::Result<Tensor> {
+        let Cut { dim, part } = self.cut;
+        let len = self.shape[dim];
+        tensor
+            .narrow(dim, part.rank as usize * len, len)?
+            .contiguous()
+    }
+
+    /// As [`TensorPart::of`], with what it took.
+    fn of_plain(&self, plain: Plain, entry: &TensorEntry) -> Result<Plain, TensorError> {
+        let whole = plain.tensor;
+        let tensor = self.of(&whole).map_err(|source| TensorError::Candle {
+            name: entry.name.clone(),
+            source,
+        })?;
+        let viewed = self.runs.count <= 1;
+        let copied = if viewed { 0 } else { self.runs.bytes() };
+        Ok(Plain {
+            tensor,
+            copied: plain.copied + copied,
+        })
+    }
 }
 
 /// What still refers to mapped memory.
@@ -393,6 +441,7 @@ mod tests {
             name: "e".into(),
             element: ElementType::F32,
             shape: vec![0, 1 << 40, 1 << 40],
+            cut: None,
             slab: 0,
             offset: 0,
             bytes: 0,

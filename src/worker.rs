@@ -7,14 +7,18 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use crate::checkpoint::{Checkpoint, CheckpointError};
-use crate::key::Key;
-use crate::manifest::{self, Digest, ElementType, Manifest, ManifestError};
-use crate::protocol::{self, EntryId, EpochId, Progress, ProtocolError, Refusal, Reply, Request};
+use crate::manifest::{Digest, ElementType, Manifest, ManifestError};
+use crate::protocol::{
+    self, EntryId, EpochId, Member, Progress, ProtocolError, Refusal, Reply, Request,
+};
 use crate::quantize::{AssignError, Quantize};
+use crate::shard::{Part, ShardId};
 use crate::slab::{self, DeviceId, Export, SlabError};
 use crate::socket::{Connection, SocketError};
 
 use plan::Plan;
+use select::{SelectError, Selection};
+use taken::Taken;
 
 pub mod alias;
 mod convert;
@@ -23,7 +27,9 @@ pub(crate) mod memory;
 mod meter;
 pub mod plan;
 mod pool;
+pub mod select;
 pub mod stream;
+pub mod taken;
 
 pub use held::{Held, already_held};
 
@@ -106,6 +112,10 @@ pub struct LoadOptions {
     pub device: DeviceId,
     /// What float tensors are stored as.
     pub dtype: TargetDtype,
+    /// Which tensors are taken, and how they are cut among ranks.
+    pub selection: Selection,
+    /// Which part of the model this is.
+    pub shard: ShardId,
     /// Bytes of a slab; `None`: 4 GiB, or a 240th of the whole where that is more. Always raised to
     /// the largest tensor, and until [`manifest::MAX_SLABS`] slabs suffice.
     pub slab_bytes: Option<u64>,
@@ -121,6 +131,8 @@ impl Default for LoadOptions {
             name: None,
             device: DeviceId::Host,
             dtype: TargetDtype::Stored,
+            selection: Selection::default(),
+            shard: ShardId::default(),
             quantize: None,
             slab_bytes: None,
             threads: None,
@@ -132,20 +144,6 @@ impl LoadOptions {
     /// The entry's name: the one given, or the checkpoint's own.
     pub fn entry_name<'a>(&'a self, checkpoint: &'a Checkpoint) -> &'a str {
         self.name.as_deref().unwrap_or(&checkpoint.name)
-    }
-
-    /// What an entry that is made with these options is made from, and how.
-    pub fn key(&self, checkpoint: &Checkpoint) -> Key {
-        Key {
-            model: self.entry_name(checkpoint).to_string(),
-            dtype: self.dtype.to_string(),
-            recipe: match &self.quantize {
-                Some(quantize) => quantize.canonical(),
-                None => "none".to_string(),
-            },
-            format: manifest::FORMAT_VERSION,
-            sources: checkpoint.files.iter().map(|f| f.receipt.clone()).collect(),
-        }
     }
 
     fn threads(&self) -> usize {
@@ -258,6 +256,29 @@ pub enum WorkerError {
         /// The tensor.
         name: String,
     },
+    /// The selection does not fit this checkpoint.
+    #[error(transparent)]
+    Select(#[from] SelectError),
+    /// A slice whose rows are no whole blocks.
+    #[error(
+        "tensor `{name}`, cut along dimension {dim} for rank {part}, has rows of {row} elements, which are no whole {to} \
+         blocks of {block}: quantize it to a type of smaller blocks (`{name}=q8_0` in the recipe has blocks of 32), leave it \
+         as it is (`{name}=stored`), or cut it along another dimension"
+    )]
+    SliceRows {
+        /// The tensor.
+        name: String,
+        /// The dimension along which it is cut.
+        dim: usize,
+        /// The rank.
+        part: Part,
+        /// Elements of a slice's row.
+        row: u64,
+        /// The type it was to be quantized to.
+        to: ElementType,
+        /// Elements of a block.
+        block: u64,
+    },
     /// The recipe cannot be followed on this checkpoint.
     #[error(transparent)]
     Recipe(#[from] AssignError),
@@ -324,10 +345,12 @@ fn fill_until(
 ) -> Result<Loaded, WorkerError> {
     let threads = options.threads();
     // What cannot be followed is found out before a tensor is looked at.
-    Plan::new(checkpoint, options, &alias::Aliases::none())?;
+    let taken = Taken::of(checkpoint, options)?;
+    let checkpoint = taken.checkpoint();
+    Plan::new(&taken, options, &alias::Aliases::none())?;
     let aliases = alias::find(checkpoint, threads, report)?;
-    let plan = Plan::new(checkpoint, options, &aliases)?;
-    let key = options.key(checkpoint);
+    let plan = Plan::new(&taken, options, &aliases)?;
+    let key = taken.key(options);
     // What no manifest can hold is found out now, and not after everything has been read.
     plan.manifest(checkpoint, key.clone(), &[])
         .encode(Vec::new())?;
@@ -343,7 +366,7 @@ fn fill_until(
 
     let meter = meter::Meter::start(report, "seal", plan.memory_bytes())?;
     let mut manifest = plan.manifest(checkpoint, key, &digests);
-    let encoded = manifest.encode(checkpoint.small_files.clone())?;
+    let encoded = manifest.encode(taken.small_files().to_vec())?;
     let manifest_fd = slab::host::sealed("candle-ipc-cache manifest", &encoded)?;
     let export = writer.finish()?;
     meter.finish()?;
@@ -357,7 +380,7 @@ fn fill_until(
 
 /// Announces `entry` to the daemon behind `conn`, loads the checkpoint, and offers the result.
 ///
-/// The name and the device are those of `entry`, whatever `options` say. A load that fails is reported to
+/// The name, the device and the part are those of `entry`, whatever `options` say. A load that fails is reported to
 /// the daemon; a daemon that closes the connection stops the load.
 ///
 /// # Errors
@@ -369,53 +392,143 @@ pub fn publish(
     options: &LoadOptions,
     progress: &(dyn Fn(Progress) + Sync),
 ) -> Result<Published, WorkerError> {
-    let options = LoadOptions {
-        name: Some(entry.name.clone()),
-        device: entry.device,
-        ..options.clone()
+    let entries = std::slice::from_ref(entry);
+    let mut published = publish_set(conn, entries, checkpoint, options, progress)?;
+    published.pop().ok_or(WorkerError::UnexpectedReply {
+        what: "the announcement",
+    })
+}
+
+/// As [`publish`], for the ranks of a set: one after the other is loaded and offered, and with the last all of them
+/// are published under one epoch. Until then nothing changes for anybody.
+///
+/// `entries` have one name and one role. What is published comes back in their order.
+///
+/// # Errors
+/// As [`publish`].
+pub fn publish_set(
+    conn: &Connection,
+    entries: &[EntryId],
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    progress: &(dyn Fn(Progress) + Sync),
+) -> Result<Vec<Published>, WorkerError> {
+    let mut ranks = Vec::with_capacity(entries.len());
+    for entry in entries {
+        ranks.push(Ranked::new(entry, checkpoint, options)?);
+    }
+    let Some(first) = ranks.first() else {
+        return Ok(Vec::new());
     };
-    // Which tensors are equal is not known yet, so this is the most that it can take.
-    let bytes = Plan::new(checkpoint, &options, &alias::Aliases::none())?.memory_bytes();
     let announce = Request::Announce {
-        entry: entry.clone(),
-        bytes,
+        entry: entries[0].clone(),
+        bytes: first.memory,
+        set: ranks.iter().skip(1).map(Ranked::member).collect(),
     };
     match ask(conn, &announce, &[], protocol::STEP)? {
         Reply::Done => {}
         other => return Err(unexpected("the announcement", other)),
     }
 
-    let report = |p: Progress| {
-        if conn.is_closed() {
-            return Err(SocketError::Closed.into());
+    let total = ranks.iter().map(|rank| rank.source).sum();
+    let mut before = 0;
+    let mut published = Vec::with_capacity(ranks.len());
+    for (i, rank) in ranks.iter().enumerate() {
+        let report = |mut p: Progress| {
+            if conn.is_closed() {
+                return Err(SocketError::Closed.into());
+            }
+            if p.phase == "load" && ranks.len() > 1 {
+                p.done += before;
+                p.total = total;
+            }
+            progress(p.clone());
+            // Never waits: a daemon that is behind with reading misses a figure, not a load.
+            match conn.send(&Request::Progress(p), &[], Duration::ZERO) {
+                Ok(()) | Err(SocketError::Deadline(_)) => Ok(()),
+                Err(e) => Err(e.into()),
+            }
+        };
+        let loaded = match fill_until(checkpoint, &rank.options, &report) {
+            Ok(loaded) => loaded,
+            Err(e) => return Err(failed(conn, e)),
+        };
+        before += rank.source;
+        let last = i + 1 == ranks.len();
+        published.push(offer(conn, &loaded, last)?);
+    }
+    // The daemon names the epoch when it has them all.
+    if let Some(Published {
+        epoch, unchanged, ..
+    }) = published.last().cloned()
+    {
+        for rank in &mut published {
+            (rank.epoch, rank.unchanged) = (epoch, unchanged);
         }
-        progress(p.clone());
-        // Never waits: a daemon that is behind with reading misses a figure, not a load.
-        match conn.send(&Request::Progress(p), &[], Duration::ZERO) {
-            Ok(()) | Err(SocketError::Deadline(_)) => Ok(()),
-            Err(e) => Err(e.into()),
+    }
+    Ok(published)
+}
+
+/// One rank of a set, before it is loaded.
+struct Ranked {
+    options: LoadOptions,
+    /// Bytes of its slabs. Which tensors are equal is not known yet, so this is the most that it can take.
+    memory: u64,
+    /// Bytes that are read for it.
+    source: u64,
+}
+
+impl Ranked {
+    fn new(
+        entry: &EntryId,
+        checkpoint: &Checkpoint,
+        options: &LoadOptions,
+    ) -> Result<Self, WorkerError> {
+        let options = LoadOptions {
+            name: Some(entry.name.clone()),
+            device: entry.device,
+            shard: entry.shard,
+            ..options.clone()
+        };
+        let taken = Taken::of(checkpoint, &options)?;
+        let plan = Plan::new(&taken, &options, &alias::Aliases::none())?;
+        Ok(Self {
+            memory: plan.memory_bytes(),
+            source: plan.source_bytes(taken.checkpoint()),
+            options,
+        })
+    }
+
+    fn member(&self) -> Member {
+        Member {
+            shard: self.options.shard,
+            device: self.options.device,
+            bytes: self.memory,
         }
-    };
-    match fill_until(checkpoint, &options, &report) {
-        Ok(loaded) => offer(conn, &loaded),
+    }
+}
+
+/// Tells the daemon that a load failed, and says why it did.
+fn failed(conn: &Connection, e: WorkerError) -> WorkerError {
+    match e {
         // A daemon that told the load to stop has said why.
-        Err(WorkerError::Socket(closed)) => match conn.receive::<Reply>(Duration::ZERO) {
-            Ok((Reply::Refused { code, reason }, _)) => Err(WorkerError::Refused { code, reason }),
-            _ if matches!(closed, SocketError::Closed) => Err(WorkerError::DaemonGone),
-            _ => Err(closed.into()),
+        WorkerError::Socket(closed) => match conn.receive::<Reply>(Duration::ZERO) {
+            Ok((Reply::Refused { code, reason }, _)) => WorkerError::Refused { code, reason },
+            _ if matches!(closed, SocketError::Closed) => WorkerError::DaemonGone,
+            _ => closed.into(),
         },
-        Err(e) => {
+        e => {
             let reason = protocol::clip(&e.to_string());
             let told = ask(conn, &Request::Failed { reason }, &[], protocol::STEP);
             if let Err(untold) = told {
                 tracing::debug!("the daemon was not told that the load failed: {untold}");
             }
-            Err(e)
+            e
         }
     }
 }
 
-fn offer(conn: &Connection, loaded: &Loaded) -> Result<Published, WorkerError> {
+fn offer(conn: &Connection, loaded: &Loaded, last: bool) -> Result<Published, WorkerError> {
     let Loaded {
         manifest, export, ..
     } = loaded;
@@ -426,18 +539,21 @@ fn offer(conn: &Connection, loaded: &Loaded) -> Result<Published, WorkerError> {
         anchor: export.anchor.is_some(),
         slabs: export.slabs.len() as u32,
     };
-    match ask(conn, &offer, &fds, PUBLISH)? {
-        Reply::Accepted { epoch, unchanged } => Ok(Published {
-            epoch,
-            unchanged,
-            root: manifest.root,
-            tensors: manifest.tensors.len(),
-            aliases: manifest.aliases.len(),
-            slabs: manifest.slabs.len(),
-            memory_bytes: manifest.memory_bytes(),
-        }),
-        other => Err(unexpected("the offer", other)),
-    }
+    let (epoch, unchanged) = match (ask(conn, &offer, &fds, PUBLISH)?, last) {
+        (Reply::Accepted { epoch, unchanged }, true) => (epoch, unchanged),
+        // Not named yet.
+        (Reply::Done, false) => (EpochId([0; 16]), false),
+        (other, _) => return Err(unexpected("the offer", other)),
+    };
+    Ok(Published {
+        epoch,
+        unchanged,
+        root: manifest.root,
+        tensors: manifest.tensors.len(),
+        aliases: manifest.aliases.len(),
+        slabs: manifest.slabs.len(),
+        memory_bytes: manifest.memory_bytes(),
+    })
 }
 
 /// Asks, and waits `timeout` for the answer.

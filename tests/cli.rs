@@ -237,6 +237,7 @@ fn every_command_prints_its_promised_json() {
         "role",
         "root",
         "seconds",
+        "shard",
         "tensors",
     ];
     assert_eq!(fields(&loaded), promised);
@@ -256,7 +257,8 @@ fn every_command_prints_its_promised_json() {
             "name",
             "ready",
             "retired_bytes",
-            "role"
+            "role",
+            "shard"
         ]
     );
     let promised = [
@@ -265,6 +267,7 @@ fn every_command_prints_its_promised_json() {
         "holders",
         "leases",
         "memory_bytes",
+        "ranks",
         "root",
         "tensors",
     ];

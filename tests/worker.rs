@@ -20,6 +20,7 @@ use candle_ipc_cache::slab::{CHUNK, DeviceId, Export, Lane, SlabError, SlabWrite
 use candle_ipc_cache::socket::{Connection, SocketError};
 use candle_ipc_cache::worker::alias::{self, Aliases};
 use candle_ipc_cache::worker::plan::Plan;
+use candle_ipc_cache::worker::taken::Taken;
 use candle_ipc_cache::worker::{
     self, LoadOptions, Loaded, TargetDtype, WorkerError, already_held, fill, publish, stream,
 };
@@ -78,6 +79,7 @@ fn open(paths: &[PathBuf]) -> Checkpoint {
                 file: index,
                 offset: (8 + header + start) as u64,
                 bytes: (end - start) as u64,
+                slice: None,
             });
         }
         out.files.push(source_file(path));
@@ -106,6 +108,14 @@ fn options(change: impl FnOnce(&mut LoadOptions)) -> LoadOptions {
     let mut options = LoadOptions::default();
     change(&mut options);
     options
+}
+
+fn taken<'a>(checkpoint: &'a Checkpoint, options: &LoadOptions) -> Taken<'a> {
+    Taken::of(checkpoint, options).expect("a selection that fits")
+}
+
+fn plan_of(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Plan, WorkerError> {
+    Plan::new(&taken(checkpoint, options), options, &Aliases::none())
 }
 
 fn quiet(_: Progress) {}
@@ -273,6 +283,7 @@ fn quantized_blocks_stay_what_they_are_under_every_dtype() {
         file: 0,
         offset,
         bytes,
+        slice: None,
     };
     checkpoint.tensors = vec![
         tensor("norm", ElementType::F32, &[32], 0, 128),
@@ -530,7 +541,7 @@ fn memory_is_bounded_by_the_threads_and_not_by_the_model() {
         })
         .collect();
     let checkpoint = checkpoint(folder.path(), &[tensors]);
-    let plan = Plan::new(&checkpoint, &LoadOptions::default(), &Aliases::none()).expect("plan");
+    let plan = plan_of(&checkpoint, &LoadOptions::default()).expect("plan");
     for threads in [1, 3, 100] {
         let writer = Counting {
             inner: HostWriter::new(&plan.slabs).expect("slabs"),
@@ -569,6 +580,7 @@ fn thirty_thousand_tensors_of_one_shape_are_no_trouble() {
             file: 0,
             offset: 4 * i,
             bytes: 4,
+            slice: None,
         })
         .collect();
     let loaded = load(&checkpoint, &LoadOptions::default());
@@ -620,6 +632,7 @@ fn a_model_that_does_not_fit_is_refused_before_memory_is_taken() {
         file: 0,
         offset: 0,
         bytes: huge,
+        slice: None,
     }];
     let error = fill(&checkpoint, &LoadOptions::default(), &quiet).expect_err("no room");
     let WorkerError::NoRoom { needs, free, .. } = error else {
@@ -673,7 +686,8 @@ fn publishing_announces_first_and_then_offers_manifest_and_slabs() {
             first,
             Request::Announce {
                 entry: announced,
-                bytes: 912
+                bytes: 912,
+                set: Vec::new(),
             }
         );
         say(&daemon, &Reply::Done, &[]);
@@ -896,6 +910,7 @@ fn sized(element: ElementType, shape: Vec<u64>, at: &mut u64, index: usize) -> S
         file: 0,
         offset,
         bytes,
+        slice: None,
     }
 }
 
@@ -936,9 +951,9 @@ proptest! {
             o.device = device;
             o.dtype = dtype;
         });
-        let plan = Plan::new(&checkpoint, &options, &Aliases::none()).expect("a layout");
+        let plan = plan_of(&checkpoint, &options).expect("a layout");
         // Alignment, places inside slabs, lengths, overlaps, and the number of slabs.
-        let manifest = plan.manifest(&checkpoint, options.key(&checkpoint), &[]);
+        let manifest = plan.manifest(&checkpoint, taken(&checkpoint, &options).key(&options), &[]);
         manifest.check(0).expect("a manifest that holds");
         prop_assert!(plan.slabs.len() <= MAX_SLABS);
 
@@ -987,9 +1002,8 @@ fn the_default_slab_is_four_gib_and_a_large_model_gets_larger_ones() {
             .map(|i| sized(ElementType::U8, vec![bytes], at, i))
             .collect();
     };
-    let plan = |checkpoint: &Checkpoint| {
-        Plan::new(checkpoint, &LoadOptions::default(), &Aliases::none()).expect("a layout")
-    };
+    let plan =
+        |checkpoint: &Checkpoint| plan_of(checkpoint, &LoadOptions::default()).expect("a layout");
     fill(&mut checkpoint, &mut at, 15, gib);
     assert_eq!(
         plan(&checkpoint).slabs,
@@ -1007,7 +1021,7 @@ fn lengths_that_add_up_beyond_reach_are_an_error() {
     checkpoint.tensors = (0..3)
         .map(|i| sized(ElementType::U8, vec![u64::MAX / 3], &mut 0, i))
         .collect();
-    let plan = Plan::new(&checkpoint, &LoadOptions::default(), &Aliases::none());
+    let plan = plan_of(&checkpoint, &LoadOptions::default());
     assert!(matches!(plan, Err(WorkerError::TooLarge { name, .. }) if name == "t0001"));
 }
 

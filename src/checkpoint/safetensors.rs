@@ -73,6 +73,7 @@ pub(super) fn read_header(
             file,
             offset: data + t.info.data_offsets.0,
             bytes: t.info.data_offsets.1 - t.info.data_offsets.0,
+            slice: None,
         })
         .collect();
     Ok(Header {

@@ -33,6 +33,13 @@ pub(super) struct Summary {
     key: Key,
 }
 
+impl Offered {
+    /// Descriptors that it takes, an anchor's own and its watch counted in any case.
+    pub(super) fn descriptors(&self) -> usize {
+        self.slabs.len() + 2
+    }
+}
+
 impl Summary {
     fn of(manifest: Manifest, bytes: &[u8]) -> Self {
         let mut layout = blake3::Hasher::new();
@@ -90,6 +97,8 @@ impl Summary {
             extras: Digest::default(),
             key: Key {
                 model: "m".into(),
+                shard: Default::default(),
+                selection: "all".into(),
                 dtype: "stored".into(),
                 recipe: "none".into(),
                 format: 1,
@@ -141,6 +150,12 @@ pub(super) fn check(
         return Err(format!(
             "the manifest is of `{}`, announced was `{}`",
             manifest.key.model, entry.name
+        ));
+    }
+    if manifest.key.shard != entry.shard {
+        return Err(format!(
+            "the manifest is of part {}, announced was {}",
+            manifest.key.shard, entry.shard
         ));
     }
     if manifest.slabs.len() != slabs {

@@ -1,23 +1,26 @@
 //! The table of entries: what is ready, loading, failed, and what engines still hold of what is gone.
 //! Pure bookkeeping behind one lock that is never held across a wait.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Instant, SystemTime};
 
 use tokio::sync::{Notify, watch};
 
 mod load;
+mod set;
 mod words;
+
+pub(super) use load::Taken;
 
 use super::anchor::Watch;
 use super::lock;
 use super::offer::{Offered, Summary};
 use crate::protocol::{
-    self, EntryId, EntryStatus, EpochId, Progress, ReadyStatus, Refusal, Reply, clip,
+    self, EntryId, EntryStatus, EpochId, Progress, ReadyStatus, Refusal, Reply, ShardId, clip,
 };
 use crate::slab::DeviceId;
 
@@ -59,6 +62,8 @@ pub(super) struct Epoch {
     pub(super) anchor: Option<OwnedFd>,
     pub(super) slabs: Arc<Vec<OwnedFd>>,
     pub(super) summary: Summary,
+    /// Ranks that were published under this id.
+    ranks: u32,
     published: Instant,
 }
 
@@ -89,20 +94,23 @@ struct Ready {
     _watch: Option<Watch>,
 }
 
-/// What engines still hold of an epoch whose descriptors are gone from here.
+/// What engines still hold of an epoch that is not given to new ones.
 #[derive(Debug)]
 struct Retired {
     epoch: EpochId,
     bytes: u64,
     holders: Holders,
+    /// Of a set that was replaced: engines of its other ranks may come and ask for this one.
+    kept: Option<Arc<Epoch>>,
 }
 
+/// A load that is under way. Each rank of a set refers to the one load of all.
 #[derive(Debug)]
 struct Loading {
     number: u64,
     /// Dropped when the load is over, whatever its end: that wakes those who wait for it.
     progress: watch::Sender<Progress>,
-    last: Option<Instant>,
+    last: Mutex<Option<Instant>>,
     /// Dropped with the load: that tells its worker when somebody else ended it.
     _under_way: watch::Sender<()>,
 }
@@ -110,7 +118,7 @@ struct Loading {
 #[derive(Debug, Default)]
 struct Entry {
     ready: Option<Ready>,
-    loading: Option<Loading>,
+    loading: Option<Arc<Loading>>,
     failed: Option<String>,
     retired: Vec<Retired>,
 }
@@ -123,16 +131,20 @@ impl Entry {
             && self.retired.is_empty()
     }
 
-    fn retire(&mut self) {
-        if let Some(Ready { epoch, holders, .. }) = self.ready.take()
-            && !holders.is_empty()
-        {
+    /// Takes what is ready away from new engines. With `replaced`, the ranks of a set stay for those who ask for
+    /// their id: [`set::settle`] says for how long.
+    fn retire(&mut self, replaced: bool) {
+        if let Some(Ready { epoch, holders, .. }) = self.ready.take() {
             want_back(&holders);
-            self.retired.push(Retired {
-                epoch: epoch.id,
-                bytes: epoch.summary.memory_bytes,
-                holders,
-            });
+            let kept = (replaced && epoch.ranks > 1).then(|| epoch.clone());
+            if !holders.is_empty() || kept.is_some() {
+                self.retired.push(Retired {
+                    epoch: epoch.id,
+                    bytes: epoch.summary.memory_bytes,
+                    holders,
+                    kept,
+                });
+            }
         }
     }
 
@@ -141,6 +153,7 @@ impl Entry {
             entry: entry.clone(),
             ready: self.ready.as_ref().map(|ready| ReadyStatus {
                 epoch: ready.epoch.id,
+                ranks: ready.epoch.ranks,
                 root: ready.epoch.summary.root.to_string(),
                 tensors: ready.epoch.summary.tensors,
                 memory_bytes: ready.epoch.summary.memory_bytes,
@@ -175,6 +188,8 @@ pub(super) struct Unload {
     pub(super) role: Option<String>,
     /// None: every device.
     pub(super) device: Option<DeviceId>,
+    /// None: every part of the model.
+    pub(super) shard: Option<ShardId>,
     /// None: whichever epoch is there.
     pub(super) epoch: Option<EpochId>,
     pub(super) force: bool,
@@ -188,6 +203,8 @@ pub(super) struct Registry {
     ended: watch::Sender<u64>,
     numbers: AtomicU64,
     max_entries: usize,
+    /// Descriptors of ranks that wait for the rest of their set.
+    aside: AtomicUsize,
 }
 
 /// What an attach finds.
@@ -199,11 +216,14 @@ pub(super) enum Found {
     Loading(watch::Receiver<Progress>),
 }
 
-/// An announced load. Dropping it says that the worker ended too early.
+/// An announced load of one entry, or of all ranks of a set. Dropping it says that the worker ended too early.
 #[derive(Debug)]
 pub(super) struct Load {
     registry: Arc<Registry>,
-    pub(super) entry: EntryId,
+    /// One, or the ranks in the order in which they are offered.
+    entries: Vec<EntryId>,
+    /// The ranks that have been offered so far.
+    aside: Vec<Offered>,
     number: u64,
     under_way: watch::Receiver<()>,
 }
@@ -225,60 +245,90 @@ impl Registry {
             ended: watch::Sender::new(0),
             numbers: AtomicU64::new(0),
             max_entries,
+            aside: AtomicUsize::new(0),
         }
     }
 
-    /// Begins a load.
-    pub(super) fn announce(self: &Arc<Self>, entry: &EntryId, bytes: u64) -> Result<Load, Refused> {
+    /// Begins a load of one entry, or of all ranks of a set; `bytes` of slabs altogether.
+    pub(super) fn announce(
+        self: &Arc<Self>,
+        entries: &[EntryId],
+        bytes: u64,
+    ) -> Result<Load, Refused> {
         let mut table = lock(&self.table);
-        if !table.contains_key(entry) && table.len() >= self.max_entries {
-            // What is there for its failure's sake alone makes room first.
-            let failed = table.iter().find(|(_, slot)| {
-                slot.ready.is_none() && slot.loading.is_none() && slot.retired.is_empty()
-            });
-            if let Some(id) = failed.map(|(id, _)| id.clone()) {
-                table.remove(&id);
+        for (i, entry) in entries.iter().enumerate() {
+            if entries[..i].contains(entry) {
+                return Err(Refused::new(
+                    Refusal::BadRequest,
+                    format!("the set announces {entry} twice"),
+                ));
+            }
+            if let Some(loading) = table.get(entry).and_then(|slot| slot.loading.as_ref()) {
+                let progress = loading.progress.borrow();
+                return Err(Refused::new(
+                    Refusal::AlreadyLoading,
+                    format!(
+                        "another worker is loading {entry} ({} of {} bytes): wait for it, or abandon it with \
+                         `candle-cache unload {} --force`",
+                        progress.done, progress.total, entry.name
+                    ),
+                ));
             }
         }
-        if !table.contains_key(entry) && table.len() >= self.max_entries {
-            return Err(Refused::new(
-                Refusal::Busy,
-                format!(
-                    "the daemon has {} entries, its limit: unload one",
-                    self.max_entries
-                ),
-            ));
-        }
-        let slot = table.entry(entry.clone()).or_default();
-        if let Some(loading) = &slot.loading {
-            let progress = loading.progress.borrow();
-            return Err(Refused::new(
-                Refusal::AlreadyLoading,
-                format!(
-                    "another worker is loading {entry} ({} of {} bytes): wait for it, or abandon it with \
-                     `candle-cache unload {} --force`",
-                    progress.done, progress.total, entry.name
-                ),
-            ));
-        }
+        self.make_room(&mut table, entries)?;
         let number = self.number();
         let (under_way, watched) = watch::channel(());
-        slot.loading = Some(Loading {
+        let loading = Arc::new(Loading {
             number,
             progress: watch::Sender::new(Progress {
                 phase: "plan".into(),
                 done: 0,
                 total: bytes,
             }),
-            last: None,
+            last: Mutex::new(None),
             _under_way: under_way,
         });
+        for entry in entries {
+            table.entry(entry.clone()).or_default().loading = Some(loading.clone());
+        }
         Ok(Load {
             registry: self.clone(),
-            entry: entry.clone(),
+            entries: entries.to_vec(),
+            aside: Vec::new(),
             number,
             under_way: watched,
         })
+    }
+
+    /// What is there for its failure's sake alone makes room for new entries.
+    fn make_room(
+        &self,
+        table: &mut BTreeMap<EntryId, Entry>,
+        entries: &[EntryId],
+    ) -> Result<(), Refused> {
+        let new = |table: &BTreeMap<EntryId, Entry>| {
+            entries.iter().filter(|e| !table.contains_key(e)).count()
+        };
+        while table.len() + new(table) > self.max_entries {
+            let failed = table.iter().find(|(id, slot)| {
+                slot.ready.is_none()
+                    && slot.loading.is_none()
+                    && slot.retired.is_empty()
+                    && !entries.contains(id)
+            });
+            let Some(id) = failed.map(|(id, _)| id.clone()) else {
+                return Err(Refused::new(
+                    Refusal::Busy,
+                    format!(
+                        "the daemon has {} entries, and room for {}: unload some",
+                        table.len(),
+                        self.max_entries
+                    ),
+                ));
+            };
+            table.remove(&id);
+        }
+        Ok(())
     }
 
     /// Looks an entry up for process `pid`.
@@ -292,39 +342,37 @@ impl Registry {
         let Some(slot) = table.get_mut(entry) else {
             return Err(words::absent(&table, entry));
         };
-        if let Some(ready) = &mut slot.ready {
-            if let Some(wanted) = epoch.filter(|e| *e != ready.epoch.id) {
-                return Err(Refused::new(
-                    Refusal::NoEpoch,
-                    format!(
-                        "epoch {wanted} of {entry} is gone, the daemon holds epoch {}: attach without an epoch, or \
-                         to that one",
-                        ready.epoch.id
-                    ),
-                ));
-            }
+        let lease = |holders: &mut Holders, epoch: &Arc<Epoch>| {
             let number = self.number();
             let wanted = Arc::new(Notify::new());
             let holder = Holder {
                 pid,
                 wanted: wanted.clone(),
             };
-            ready.holders.insert(number, holder);
+            holders.insert(number, holder);
             let lease = Lease {
                 registry: self.clone(),
                 entry: entry.clone(),
-                epoch: ready.epoch.id,
+                epoch: epoch.id,
                 number,
                 wanted,
             };
-            return Ok(Found::Ready(ready.epoch.clone(), lease));
+            Found::Ready(epoch.clone(), lease)
+        };
+        if let Some(ready) = &mut slot.ready
+            && epoch.is_none_or(|wanted| wanted == ready.epoch.id)
+        {
+            return Ok(lease(&mut ready.holders, &ready.epoch));
         }
         // A load makes a new epoch: who wants an old one need not wait for it.
         if let Some(wanted) = epoch {
-            return Err(Refused::new(
-                Refusal::NoEpoch,
-                format!("epoch {wanted} of {entry} is gone: attach without an epoch"),
-            ));
+            for retired in &mut slot.retired {
+                if let Some(kept) = retired.kept.as_ref().filter(|kept| kept.id == wanted) {
+                    return Ok(lease(&mut retired.holders, kept));
+                }
+            }
+            let held = slot.ready.as_ref().map(|ready| &*ready.epoch);
+            return Err(words::no_epoch(entry, wanted, held));
         }
         if let Some(loading) = &slot.loading {
             return Ok(Found::Loading(loading.progress.subscribe()));
@@ -354,16 +402,30 @@ impl Registry {
                 words::in_use(id, &table[id])?;
             }
         }
-        for id in matching {
-            if let Some(slot) = table.get_mut(&id) {
-                slot.retire();
-                slot.loading = None;
+        let mut abandoned = HashSet::new();
+        for id in &matching {
+            if let Some(slot) = table.get_mut(id) {
+                slot.retire(false);
+                slot.retired.retain_mut(|retired| {
+                    retired.kept = None;
+                    !retired.holders.is_empty()
+                });
+                abandoned.extend(slot.loading.take().map(|loading| loading.number));
                 slot.failed = None;
-                if slot.is_empty() {
-                    table.remove(&id);
-                }
             }
         }
+        // A set is published whole, or not at all.
+        for slot in table.values_mut() {
+            if let Some(loading) = &slot.loading
+                && abandoned.contains(&loading.number)
+            {
+                slot.loading = None;
+            }
+        }
+        for id in &matching {
+            set::settle(&mut table, id);
+        }
+        table.retain(|_, slot| !slot.is_empty());
         Ok(())
     }
 
@@ -376,11 +438,14 @@ impl Registry {
             .for_each(|ready| want_back(&ready.holders));
     }
 
-    /// Descriptors that published epochs hold.
+    /// Descriptors that epochs hold, those that wait for the rest of their set included.
     pub(super) fn descriptors(&self) -> usize {
         let table = lock(&self.table);
         let ready = table.values().filter_map(|slot| slot.ready.as_ref());
-        ready.map(|ready| ready.epoch.slabs.len() + 2).sum()
+        let retired = table.values().flat_map(|slot| &slot.retired);
+        let kept = retired.filter_map(|retired| retired.kept.as_ref());
+        let held = ready.map(|ready| &ready.epoch).chain(kept);
+        held.map(|epoch| epoch.slabs.len() + 2).sum::<usize>() + self.aside.load(Ordering::Relaxed)
     }
 
     /// Changes whenever a lease has ended.
@@ -406,7 +471,7 @@ impl Registry {
                 slot.failed = Some(reason);
             }
         }
-        table.retain(|_, slot| !slot.is_empty());
+        set::settle_all(&mut table);
     }
 
     /// One page of entries after `after`, and whether there are more.
@@ -435,21 +500,20 @@ impl Registry {
         self.numbers.fetch_add(1, Ordering::Relaxed)
     }
 
-    fn over(&self, load: &Load, failed: Option<String>) -> bool {
+    /// Ends a load without a result. False where somebody else has ended it.
+    fn over(&self, load: &Load, failed: &str) -> bool {
         let mut table = lock(&self.table);
-        let Some(slot) = table.get_mut(&load.entry) else {
-            return false;
-        };
-        if slot
-            .loading
-            .as_ref()
-            .is_none_or(|l| l.number != load.number)
-        {
-            return false;
+        let mut there = false;
+        for entry in &load.entries {
+            if let Some(slot) = table.get_mut(entry)
+                && load.is_in(slot)
+            {
+                slot.failed = Some(failed.into());
+                slot.loading = None;
+                there = true;
+            }
         }
-        slot.failed = failed;
-        slot.loading = None;
-        true
+        there
     }
 }
 
@@ -459,6 +523,7 @@ impl Unload {
         id.name == self.name
             && self.role.as_ref().is_none_or(|role| *role == id.role)
             && self.device.is_none_or(|device| device == id.device)
+            && self.shard.is_none_or(|shard| shard == id.shard)
             && match self.epoch {
                 Some(epoch) => ready == Some(epoch),
                 None => ready.is_some() || slot.loading.is_some() || slot.failed.is_some(),
@@ -489,10 +554,7 @@ impl Drop for Lease {
                 retired.holders.remove(&self.number);
             }
         }
-        slot.retired.retain(|retired| !retired.holders.is_empty());
-        if slot.is_empty() {
-            table.remove(&self.entry);
-        }
+        set::settle(&mut table, &self.entry);
         drop(table);
         self.registry.ended.send_modify(|count| *count += 1);
     }

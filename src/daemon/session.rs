@@ -16,7 +16,8 @@ use super::words::{check_entry, check_word, printable};
 use super::workers::State;
 use super::{Context, lock, offer};
 use crate::protocol::{
-    self, EntryId, EpochId, LoadRequest, MAX_WAIT, Progress, ProtocolError, Refusal, Reply, Request,
+    self, EntryId, EpochId, LoadRequest, MAX_WAIT, Member, Progress, ProtocolError, Refusal, Reply,
+    Request,
 };
 use crate::socket::{Peer, SocketError, send_now};
 
@@ -228,6 +229,7 @@ impl Session {
                 name,
                 role,
                 device,
+                shard,
                 epoch,
                 force,
             } => {
@@ -235,6 +237,7 @@ impl Session {
                     name,
                     role,
                     device,
+                    shard,
                     epoch,
                     force,
                 };
@@ -242,7 +245,7 @@ impl Session {
             }
             Request::Stop => self.stop().await,
             Request::Load(request) => self.start_load(request).await,
-            Request::Announce { entry, bytes } => self.announce(entry, bytes).await,
+            Request::Announce { entry, bytes, set } => self.announce(entry, bytes, set).await,
             Request::Progress(progress) => self.progress(progress).await,
             Request::Offer { anchor, slabs } => self.offer(anchor, slabs, fds).await,
             Request::Failed { reason } => match self.load.take() {

@@ -2,11 +2,26 @@
 
 use super::registry::Refused;
 use crate::protocol::{EntryId, MAX_ENTRY_NAME, Refusal, clip};
+use crate::shard::MAX_RANKS;
 
-/// Refuses an entry whose name or role nobody could read or type.
+/// Refuses an entry whose name or role nobody could read or type, or of a rank that cannot be.
 pub(super) fn check_entry(entry: &EntryId) -> Result<(), Refused> {
     check_word("name", &entry.name)?;
-    check_word("role", &entry.role)
+    check_word("role", &entry.role)?;
+    match entry
+        .shard
+        .parts()
+        .into_iter()
+        .find(|(_, part)| !part.is_possible())
+    {
+        None => Ok(()),
+        Some((name, part)) => Err(Refused::new(
+            Refusal::BadRequest,
+            format!(
+                "there is no rank {part} ({name}): ranks run from 0, and there are 1 to {MAX_RANKS} of them"
+            ),
+        )),
+    }
 }
 
 /// Refuses a word that is empty, too long, or would move a terminal's cursor.

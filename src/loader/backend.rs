@@ -10,7 +10,8 @@ use candle_nn::var_builder::SimpleBackend;
 use super::Shared;
 use super::error::GetError;
 use crate::manifest::{ElementType, TensorEntry};
-use crate::tensors::{require_plain, shape_of};
+use crate::shard::Cut;
+use crate::tensors::{TensorPart, require_plain, shape_of};
 
 /// What candle dequantizes blocks to.
 const DEQUANTIZED: DType = DType::F32;
@@ -23,12 +24,12 @@ impl SimpleBackend for Backend {
         let entry = &self.0.manifest.tensors[index];
         self.0.plain_dtype(entry)?;
         self.0.check_shape(name, &s, shape_of(entry)?)?;
-        self.0.plain(index, dtype, dev)
+        self.0.plain(index, None, dtype, dev)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, dev: &Device) -> Result<Tensor> {
         let index = self.0.find(name)?;
-        self.0.plain(index, dtype, dev)
+        self.0.plain(index, None, dtype, dev)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
@@ -38,6 +39,7 @@ impl SimpleBackend for Backend {
 
 /// A tensor that several names stand for, kept so that they share it.
 pub(super) struct Kept {
+    cut: Option<Cut>,
     dtype: DType,
     device: Device,
     tensor: Tensor,
@@ -65,19 +67,28 @@ impl Shared {
         .bt())
     }
 
-    fn plain(&self, index: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+    /// The entry, or a part of it, as a plain tensor.
+    pub(super) fn plain(
+        &self,
+        index: usize,
+        part: Option<&TensorPart>,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
         if !self.aliased.contains(&index) {
-            return self.make(index, dtype, device);
+            return self.make(index, part, dtype, device);
         }
+        let cut = part.map(|part| part.cut);
         // Held while the tensor is made: two threads that ask for two names must get one storage.
         let mut kept = self.kept();
         let kept = kept.entry(index).or_default();
-        let same = |k: &&Kept| k.dtype == dtype && k.device.same_device(device);
+        let same = |k: &&Kept| (k.cut, k.dtype) == (cut, dtype) && k.device.same_device(device);
         if let Some(k) = kept.iter().find(same) {
             return Ok(k.tensor.clone());
         }
-        let tensor = self.make(index, dtype, device)?;
+        let tensor = self.make(index, part, dtype, device)?;
         kept.push(Kept {
+            cut,
             dtype,
             device: device.clone(),
             tensor: tensor.clone(),
@@ -85,12 +96,19 @@ impl Shared {
         Ok(tensor)
     }
 
-    fn make(&self, index: usize, asked: DType, device: &Device) -> Result<Tensor> {
+    fn make(
+        &self,
+        index: usize,
+        part: Option<&TensorPart>,
+        asked: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
         let entry = &self.manifest.tensors[index];
         let (name, stored) = (&entry.name, entry.element);
         let cast = self.plain_dtype(entry)? != asked || stored == ElementType::U16;
         if stored.is_quantized() {
-            return self.dequantized(index, asked, device);
+            let tensor = self.dequantized(index, asked, device)?;
+            return part.map_or(Ok(tensor.clone()), |part| part.of(&tensor));
         }
         if cast && self.strict {
             return Err(Error::from(GetError::Strict {
@@ -99,7 +117,11 @@ impl Shared {
                 asked,
             }));
         }
-        let plain = self.weights.plain(index, device)?;
+        let plain = match part {
+            Some(part) => self.weights.part(index, part, device)?,
+            None => self.weights.plain(index, device)?,
+        };
+        let bytes = part.map_or(entry.bytes, |part| part.runs.bytes());
         self.tally.copied(plain.copied);
         let tensor = plain.tensor.to_dtype(asked).map_err(|source| {
             Error::from(GetError::Cast {
@@ -110,7 +132,7 @@ impl Shared {
             })
         })?;
         if cast {
-            self.tally.cast(stored, asked, entry.bytes);
+            self.tally.cast(stored, asked, bytes);
         }
         Ok(tensor)
     }
@@ -144,7 +166,7 @@ impl Shared {
     }
 
     /// The dtype in which a plain request finds the entry, or the error that says how to get at it otherwise.
-    fn plain_dtype(&self, entry: &TensorEntry) -> Result<DType> {
+    pub(super) fn plain_dtype(&self, entry: &TensorEntry) -> Result<DType> {
         if self.dequantize && entry.element.is_quantized() {
             return Ok(DEQUANTIZED);
         }

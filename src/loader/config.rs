@@ -6,12 +6,14 @@ use std::time::Duration;
 
 use crate::manifest::Digest;
 use crate::protocol::{EpochId, MAX_WAIT, TARGET};
+use crate::shard::{Part, ShardId};
 
 /// What to attach to, and on which terms.
 #[derive(Clone, Debug)]
 pub struct IpcConfig {
     pub(super) name: String,
     pub(super) role: String,
+    pub(super) shard: ShardId,
     pub(super) epoch: Option<EpochId>,
     pub(super) socket_dir: Option<PathBuf>,
     pub(super) checkpoint: Option<PathBuf>,
@@ -57,13 +59,17 @@ pub const OPTIONS: &[&str] = &[
     "connect_timeout",
     "copy",
     "dequantize",
+    "dp",
+    "ep",
     "epoch",
     "hand_off",
+    "pp",
     "role",
     "root",
     "socket_dir",
     "state_timeout",
     "strict",
+    "tp",
     "trust_name",
     "verify",
     "wait",
@@ -77,6 +83,7 @@ impl IpcConfig {
         Self {
             name: name.into(),
             role: TARGET.into(),
+            shard: ShardId::default(),
             epoch: None,
             socket_dir: None,
             checkpoint: None,
@@ -100,7 +107,23 @@ impl IpcConfig {
         self
     }
 
-    /// This epoch and no other.
+    /// The part of the model that the entry holds, as it was loaded; by default all of it.
+    pub fn shard(mut self, shard: ShardId) -> Self {
+        self.shard = shard;
+        self
+    }
+
+    /// The entry that holds the slices of rank `rank` of `size`, as `candle-cache load --tp` makes it.
+    ///
+    /// The ranks of one load are one set under one id. So that no two sets mix, rank 0 attaches and hands
+    /// [`IpcCache::epoch`](super::IpcCache::epoch) to the others, which attach with [`IpcConfig::epoch`].
+    pub fn tensor_parallel(mut self, rank: u32, size: u32) -> Self {
+        self.shard.tp = Part::new(rank, size);
+        self
+    }
+
+    /// This epoch and no other. Of a set of ranks that was replaced, every rank can be had for as long as an engine
+    /// holds one of them.
     pub fn epoch(mut self, epoch: EpochId) -> Self {
         self.epoch = Some(epoch);
         self
@@ -214,6 +237,11 @@ impl IpcConfig {
             "false" | "no" | "off" | "0" => Ok(false),
             _ => Err(wrong("true or false")),
         };
+        let part = || {
+            value
+                .parse::<Part>()
+                .map_err(|_| wrong("a rank such as 0/2"))
+        };
         let duration =
             || parse_duration(value).ok_or_else(|| wrong("a time such as 500ms, 5s, 10m or 2h"));
         Ok(match key {
@@ -224,6 +252,16 @@ impl IpcConfig {
             "connect_timeout" => self.connect_timeout(duration()?),
             "copy" => self.copy(flag()?),
             "dequantize" => self.dequantize(flag()?),
+            "dp" | "ep" | "pp" | "tp" => {
+                let mut shard = self.shard;
+                *match key {
+                    "dp" => &mut shard.dp,
+                    "ep" => &mut shard.ep,
+                    "pp" => &mut shard.pp,
+                    _ => &mut shard.tp,
+                } = part()?;
+                self.shard(shard)
+            }
             "hand_off" => self.hand_off(flag()?),
             "epoch" => self.epoch(
                 value
@@ -268,7 +306,15 @@ mod tests {
     #[test]
     fn every_listed_option_is_known_and_an_unknown_one_is_named_with_the_list() {
         for key in OPTIONS {
-            let values = ["5s", "true", "7", &"0a".repeat(16), &"0b".repeat(32), "x"];
+            let values = [
+                "5s",
+                "true",
+                "7",
+                "1/2",
+                &"0a".repeat(16),
+                &"0b".repeat(32),
+                "x",
+            ];
             let taken = values
                 .iter()
                 .any(|v| IpcConfig::new("m").option(key, v).is_ok());

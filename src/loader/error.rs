@@ -5,11 +5,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use candle_core::DType;
+use candle_nn::var_builder::Shard;
 
 use super::identity::Mismatch;
 use crate::checkpoint::CheckpointError;
 use crate::manifest::{ElementType, ManifestError};
 use crate::protocol::{EntryId, EpochId, Progress, Refusal};
+use crate::shard::{CutError, Part};
 use crate::slab::{DeviceId, SlabError};
 use crate::socket::SocketError;
 use crate::socket::folder::FolderError;
@@ -206,6 +208,31 @@ pub enum GetError {
         asked: DType,
         /// candle's answer.
         source: candle_core::Error,
+    },
+    /// The slice of another rank, or of another number of ranks.
+    #[error(
+        "the cache holds tensor `{name}` as the slice of rank {held} along dimension {dim}, and it was asked for as the slice \
+         of rank {}/{} along dimension {}: attach to that rank's entry (`IpcConfig::tensor_parallel`), or to one of the whole \
+         model, which serves every rank",
+        asked.rank, asked.world_size, asked.dim
+    )]
+    OtherRank {
+        /// The tensor.
+        name: String,
+        /// The dimension along which it was cut.
+        dim: usize,
+        /// The rank whose slice is held.
+        held: Part,
+        /// What was asked for.
+        asked: Shard,
+    },
+    /// A slice that the tensor does not have.
+    #[error("tensor `{name}` has no such slice: {source}")]
+    Cut {
+        /// The tensor.
+        name: String,
+        /// What stands against it.
+        source: CutError,
     },
     /// No tensor of that name.
     #[error("{0}")]

@@ -1,6 +1,7 @@
 //! Proof that an entry's weights are the ones that the engine means.
 //! Receipts can only save the work of hashing; a difference is always a difference of bytes, names, types or shapes.
 
+use std::borrow::Cow;
 use std::collections::HashSet;
 use std::fmt;
 use std::path::Path;
@@ -10,9 +11,10 @@ use rayon::prelude::*;
 use super::config::IpcConfig;
 use super::error::AttachError;
 use crate::checkpoint::{Checkpoint, CheckpointError, Options, SourceTensor};
-use crate::key::{Difference, Freshness, Receipt};
+use crate::key::{self, Difference, Freshness, Receipt};
 use crate::manifest::{Manifest, TensorEntry};
 use crate::protocol::EntryId;
+use crate::shard::Cut;
 
 /// Differences that a message lists before it only counts them.
 const SHOWN: usize = 8;
@@ -110,11 +112,19 @@ pub(super) fn prove(
     entry: &EntryId,
     manifest: &Manifest,
 ) -> Result<Proof, AttachError> {
-    if manifest.key.model != entry.name {
+    let named = [
+        ("model", entry.name.clone(), manifest.key.model.clone()),
+        (
+            "shard",
+            entry.shard.to_string(),
+            manifest.key.shard.to_string(),
+        ),
+    ];
+    if let Some((field, wanted, held)) = named.into_iter().find(|(_, w, h)| w != h) {
         let difference = Difference {
-            field: "model".into(),
-            wanted: entry.name.clone(),
-            held: manifest.key.model.clone(),
+            field: field.into(),
+            wanted,
+            held,
         };
         let against = "its name says".to_string();
         let advice = reload("MODEL", entry);
@@ -240,7 +250,7 @@ fn compare(
     whole: bool,
 ) -> Result<Vec<Difference>, CheckpointError> {
     let mut differences = Vec::new();
-    let mut to_hash: Vec<(&Checkpoint, &SourceTensor, &TensorEntry)> = Vec::new();
+    let mut to_hash: Vec<(&Checkpoint, Cow<'_, SourceTensor>, &TensorEntry)> = Vec::new();
     let mut seen: HashSet<&str> = HashSet::new();
     for checkpoint in opened {
         let hash: Vec<bool> = checkpoint
@@ -252,6 +262,10 @@ fn compare(
             seen.insert(&tensor.name);
             let wanted = described(tensor.element.as_str(), &tensor.shape);
             let Some(held) = manifest.find(&tensor.name) else {
+                // What was left out on purpose cannot be served, so it need not be the right one.
+                if manifest.key.selection != key::ALL {
+                    continue;
+                }
                 differences.push(difference(&tensor.name, wanted, "no such tensor".into()));
                 continue;
             };
@@ -259,6 +273,21 @@ fn compare(
             // Where the load converted, the stored type is not the file's; the digest below is.
             let converted = manifest.key.dtype != "stored" || manifest.key.recipe != "none";
             let same_type = tensor.element == held.element || converted;
+            let tensor = match held.cut {
+                None => Cow::Borrowed(tensor),
+                Some(dim) => match tensor.sliced(Cut {
+                    dim: dim as usize,
+                    part: manifest.key.shard.tp,
+                }) {
+                    Ok(slice) => Cow::Owned(slice),
+                    Err(e) => {
+                        let held = described(held.element.as_str(), &held.shape);
+                        let held = format!("a slice {held} of a tensor, and {e}");
+                        differences.push(difference(&tensor.name, wanted, held));
+                        continue;
+                    }
+                },
+            };
             if tensor.shape != held.shape || !same_type {
                 let held = described(held.element.as_str(), &held.shape);
                 differences.push(difference(&tensor.name, wanted, held));

@@ -21,9 +21,12 @@ pub(super) fn memory_bytes(
         code,
         reason,
     };
-    let (found, elsewhere) = find(connection, entry, end)?;
+    let (found, elsewhere, parts) = find(connection, entry, end)?;
     let Some(status) = found else {
-        return Err(if elsewhere.is_empty() {
+        return Err(if !parts.is_empty() && elsewhere.is_empty() {
+            let held = parts.join(", ");
+            refused(Refusal::OtherShard, format!("the daemon has {held}"))
+        } else if elsewhere.is_empty() {
             let reason = "the daemon holds no such entry: see `candle-cache status`";
             refused(Refusal::NoEntry, reason.into())
         } else {
@@ -52,15 +55,15 @@ pub(super) fn memory_bytes(
     }
 }
 
-/// The entry's status, and the entries of that name and role on other devices.
+/// The entry's status, the same part of the model on other devices, and other parts of it.
 fn find(
     connection: &Connection,
     entry: &EntryId,
     end: Instant,
-) -> Result<(Option<EntryStatus>, Vec<String>), AttachError> {
+) -> Result<(Option<EntryStatus>, Vec<String>, Vec<String>), AttachError> {
     let path = || connection.path().to_path_buf();
     let bad = |what: String| AttachError::BadAnswer { path: path(), what };
-    let (mut after, mut elsewhere) = (None::<EntryId>, Vec::new());
+    let (mut after, mut elsewhere, mut parts) = (None::<EntryId>, Vec::new(), Vec::new());
     loop {
         let request = Request::Status {
             after: after.clone(),
@@ -88,17 +91,21 @@ fn find(
             }
             after = Some(status.entry.clone());
             if status.entry == *entry {
-                return Ok((Some(status), elsewhere));
+                return Ok((Some(status), elsewhere, parts));
             }
             let same = (&status.entry.name, &status.entry.role) == (&entry.name, &entry.role);
             if same && status.ready.is_some() {
-                elsewhere.push(status.entry.to_string());
+                let of = match status.entry.shard == entry.shard {
+                    true => &mut elsewhere,
+                    false => &mut parts,
+                };
+                of.push(status.entry.to_string());
             }
         }
         // Pages are in order: nothing that matters lies beyond the name.
         let beyond = after.as_ref().is_some_and(|a| a.name > entry.name);
         if !more || beyond {
-            return Ok((None, elsewhere));
+            return Ok((None, elsewhere, parts));
         }
     }
 }

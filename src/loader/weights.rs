@@ -11,7 +11,7 @@ use super::report::HandOff;
 use crate::manifest::Manifest;
 use crate::protocol::{Reply, Request, STEP};
 use crate::tensors::copied::CopiedWeights;
-use crate::tensors::{Alive, MappedWeights, Plain, TensorError};
+use crate::tensors::{Alive, MappedWeights, Plain, TensorError, TensorPart};
 
 /// The weights behind a handle.
 pub(super) enum Weights {
@@ -34,6 +34,18 @@ impl Weights {
         match self {
             Self::Mapped(weights) => weights.plain(index, device),
             Self::Copied(weights) => weights.plain(index, device),
+        }
+    }
+
+    pub(super) fn part(
+        &self,
+        index: usize,
+        part: &TensorPart,
+        device: &Device,
+    ) -> Result<Plain, TensorError> {
+        match self {
+            Self::Mapped(weights) => weights.part(index, part, device),
+            Self::Copied(weights) => weights.part(index, part, device),
         }
     }
 

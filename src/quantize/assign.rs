@@ -9,6 +9,7 @@ use super::recipe::{Choice, Rule};
 use super::{Quantize, Target, names};
 use crate::checkpoint::SourceTensor;
 use crate::manifest::ElementType;
+use crate::pattern;
 use ElementType::{
     BF16, F4, F6E2M3, F6E3M2, F8E4M3, F8E5M2, F16, F32, F64, Q2K, Q3K, Q4K, Q5K, Q6K,
 };
@@ -248,7 +249,7 @@ pub fn assign(tensors: &[SourceTensor], how: &Quantize) -> Result<Vec<Assigned>,
         if tensors.iter().all(|t| !rule.names(&t.name)) {
             return Err(AssignError::NoTensor {
                 rule: rule.to_string(),
-                nearest: nearest(&rule.pattern, tensors),
+                nearest: pattern::nearest(&rule.pattern, tensors.iter().map(|t| t.name.as_str())),
             });
         }
         if let Some((tensor, why)) = outcomes.into_iter().next() {
@@ -498,17 +499,6 @@ fn importance(
     }
 }
 
-fn nearest(pattern: &str, tensors: &[SourceTensor]) -> Option<String> {
-    let plain = pattern.replace(['*', '?'], "");
-    let likeness = |t: &SourceTensor| {
-        let short = t.name.strip_suffix(".weight").unwrap_or(&t.name);
-        strsim::jaro_winkler(&plain, short).max(if short.ends_with(&plain) { 0.99 } else { 0.0 })
-    };
-    let likest = tensors.iter().map(|t| (likeness(t), &t.name));
-    let (likeness, name) = likest.max_by(|a, b| a.0.total_cmp(&b.0))?;
-    (likeness > 0.7).then(|| name.clone())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -521,6 +511,7 @@ mod tests {
             file: 0,
             offset: 0,
             bytes: element.bytes(shape).expect("whole blocks"),
+            slice: None,
         }
     }
 

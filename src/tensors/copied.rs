@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{Device, Tensor};
 
-use super::{Known, MappedWeights, Plain, TensorError, ggml_dtype, plain_dtype};
+use super::{Known, MappedWeights, Plain, TensorError, TensorPart, ggml_dtype, plain_dtype};
 use super::{require_ggml, require_plain, shape_of};
 use crate::manifest::{Manifest, TensorEntry};
 
@@ -86,6 +86,19 @@ impl CopiedWeights {
             tensor,
             copied: entry.bytes,
         })
+    }
+
+    /// A part of the entry, as [`MappedWeights::part`]: shares the copy's storage where it lies in one piece.
+    ///
+    /// # Errors
+    /// As [`MappedWeights::plain`].
+    pub fn part(
+        &self,
+        index: usize,
+        part: &TensorPart,
+        device: &Device,
+    ) -> Result<Plain, TensorError> {
+        part.of_plain(self.plain(index, device)?, &self.manifest.tensors[index])
     }
 
     /// The entry as a quantized tensor. A plain one that GGML has a type for is copied once more for that.

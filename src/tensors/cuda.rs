@@ -21,7 +21,7 @@ use cudarc::driver::{CudaContext, CudaStream, DriverError};
 use rayon::prelude::*;
 
 use super::qtensor_cuda::{self, Adopted};
-use super::{Alive, MappedWeights, Plain, TensorError};
+use super::{Alive, MappedWeights, Plain, TensorError, TensorPart};
 use super::{check_digest, require_ggml, require_plain, shape_of};
 use crate::manifest::{ElementType, Manifest, TensorEntry};
 use crate::slab::SlabError;
@@ -259,6 +259,24 @@ impl MappedWeights for CudaWeights {
         Ok(Plain {
             tensor: tensor.map_err(|source| candle(entry, source))?,
             copied: entry.bytes,
+        })
+    }
+
+    fn part(&self, index: usize, part: &TensorPart, device: &Device) -> Result<Plain, TensorError> {
+        let entry = &self.manifest.tensors[index];
+        let dtype = require_plain(entry)?;
+        // candle's views count elements, which types of less than a byte have no addresses for.
+        let packed = entry.element.block_elements() > 1;
+        if !packed {
+            return part.of_plain(self.plain(index, device)?, entry);
+        }
+        let mut bytes = vec![0; entry.bytes as usize];
+        self.read_into(entry, &mut bytes)?;
+        let mine = part.runs.gather(&bytes);
+        let tensor = Tensor::from_raw_buffer(&mine, dtype, &part.shape, device);
+        Ok(Plain {
+            tensor: tensor.map_err(|source| candle(entry, source))?,
+            copied: part.runs.bytes(),
         })
     }
 

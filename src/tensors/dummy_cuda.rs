@@ -9,7 +9,7 @@ use std::sync::Arc;
 use candle_core::quantized::QTensor;
 use candle_core::{Device, Tensor};
 
-use super::{Alive, MappedWeights, Plain, TensorError};
+use super::{Alive, MappedWeights, Plain, TensorError, TensorPart};
 use crate::manifest::Manifest;
 use crate::slab::SlabError;
 
@@ -45,6 +45,10 @@ impl CudaWeights {
 
 impl MappedWeights for CudaWeights {
     fn plain(&self, _: usize, _: &Device) -> Result<Plain, TensorError> {
+        match self.never {}
+    }
+
+    fn part(&self, _: usize, _: &TensorPart, _: &Device) -> Result<Plain, TensorError> {
         match self.never {}
     }
 

@@ -11,7 +11,7 @@ use candle_core::quantized::QTensor;
 use candle_core::{CpuStorage, Device, Storage, Tensor};
 use rayon::prelude::*;
 
-use super::{Alive, Known, MappedWeights, Plain, TensorError, qtensor_host};
+use super::{Alive, Known, MappedWeights, Plain, TensorError, TensorPart, qtensor_host};
 use super::{check_digest, require_ggml, require_plain, shape_of};
 use crate::manifest::{Digest, ElementType, Manifest, TensorEntry};
 use crate::slab::host::HostMapping;
@@ -79,12 +79,15 @@ impl HostWeights {
     }
 }
 
-impl MappedWeights for HostWeights {
-    fn plain(&self, entry: usize, device: &Device) -> Result<Plain, TensorError> {
-        let entry = &self.manifest.tensors[entry];
+impl HostWeights {
+    /// Bytes of an entry as a tensor of this shape.
+    fn tensor(
+        entry: &TensorEntry,
+        bytes: &[u8],
+        shape: Vec<usize>,
+        device: &Device,
+    ) -> Result<Plain, TensorError> {
         let dtype = require_plain(entry)?;
-        let shape = shape_of(entry)?;
-        let bytes = self.entry_bytes(entry);
         let failed = |source| TensorError::Candle {
             name: entry.name.clone(),
             source,
@@ -105,8 +108,27 @@ impl MappedWeights for HostWeights {
         };
         Ok(Plain {
             tensor,
-            copied: entry.bytes,
+            copied: bytes.len() as u64,
         })
+    }
+}
+
+impl MappedWeights for HostWeights {
+    fn plain(&self, entry: usize, device: &Device) -> Result<Plain, TensorError> {
+        let entry = &self.manifest.tensors[entry];
+        require_plain(entry)?;
+        Self::tensor(entry, self.entry_bytes(entry), shape_of(entry)?, device)
+    }
+
+    fn part(&self, entry: usize, part: &TensorPart, device: &Device) -> Result<Plain, TensorError> {
+        let entry = &self.manifest.tensors[entry];
+        require_plain(entry)?;
+        let (bytes, shape) = (self.entry_bytes(entry), part.shape.clone());
+        if part.runs.count == 1 {
+            let (start, len) = (part.runs.start as usize, part.runs.run as usize);
+            return Self::tensor(entry, &bytes[start..][..len], shape, device);
+        }
+        Self::tensor(entry, &part.runs.gather(bytes), shape, device)
     }
 
     fn quantized(&self, index: usize) -> Result<Arc<QTensor>, TensorError> {

@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use crate::checkpoint::{Checkpoint, SourceTensor};
 use crate::manifest::{Digest, ElementType};
+use crate::shard::Cut;
 
 use super::meter::Meter;
 use super::plan::{Digests, Plan};
@@ -69,9 +70,12 @@ pub fn find(
     report: &Report<'_>,
 ) -> Result<Aliases, WorkerError> {
     let tensors = &checkpoint.tensors;
-    let mut alike: HashMap<(ElementType, &[u64]), Vec<usize>> = HashMap::new();
+    let mut alike: HashMap<(ElementType, &[u64], Option<Cut>), Vec<usize>> = HashMap::new();
     for (i, t) in tensors.iter().enumerate().filter(|(_, t)| t.bytes > 0) {
-        alike.entry((t.element, &t.shape)).or_default().push(i);
+        // A slice and a whole tensor are different things, though their bytes be equal.
+        let cut = t.slice.map(|slice| slice.cut);
+        let kind = (t.element, t.shape.as_slice(), cut);
+        alike.entry(kind).or_default().push(i);
     }
     let alike: Vec<_> = alike.into_values().filter(|g| g.len() > 1).collect();
 

@@ -269,11 +269,21 @@ impl<'a> Conversion<'a> {
     fn ruined(&self, index: u64, value: f32, why: &'static str) -> WorkerError {
         WorkerError::Ruined {
             name: self.tensor.name.clone(),
-            index,
+            index: self.in_tensor(index),
             value,
             to: self.to,
             why,
         }
+    }
+
+    /// Where element `index` lies in the whole tensor, of which this may be a slice.
+    fn in_tensor(&self, index: u64) -> u64 {
+        let Some(slice) = &self.tensor.slice else {
+            return index;
+        };
+        let (elements, bytes) = (self.from.block_elements(), self.from.block_bytes());
+        let (at, _) = slice.runs.locate(index / elements * bytes);
+        at / bytes * elements + index % elements
     }
 
     fn candle(&self, source: candle_core::Error) -> WorkerError {

@@ -4,12 +4,13 @@
 use std::os::fd::{AsFd, OwnedFd};
 
 use crate::checkpoint::Checkpoint;
-use crate::key::Freshness;
+use crate::key::{Freshness, Key};
 use crate::manifest::{self, Manifest};
 use crate::protocol::{self, EntryId, EpochId, Refusal, Reply, Request};
 use crate::slab::host::{self, HostMapping};
 use crate::socket::Connection;
 
+use super::taken::Taken;
 use super::{LoadOptions, WorkerError, unexpected};
 
 /// What the daemon holds already.
@@ -34,13 +35,20 @@ pub struct Held {
 /// `None` means that it must be loaded: it is not there, is something else, or cannot be told to be the same.
 ///
 /// # Errors
-/// When the daemon cannot be talked to.
+/// When the daemon cannot be talked to, or the selection or the recipe does not fit the checkpoint.
 pub fn already_held(
     conn: Connection,
     entry: &EntryId,
     checkpoint: &Checkpoint,
     options: &LoadOptions,
 ) -> Result<Option<Held>, WorkerError> {
+    let options = LoadOptions {
+        name: Some(entry.name.clone()),
+        device: entry.device,
+        shard: entry.shard,
+        ..options.clone()
+    };
+    let wanted = Taken::of(checkpoint, &options)?.key(&options);
     let attach = Request::Attach {
         entry: entry.clone(),
         epoch: None,
@@ -56,6 +64,7 @@ pub fn already_held(
                 code:
                     Refusal::NoEntry
                     | Refusal::OtherDevice
+                    | Refusal::OtherShard
                     | Refusal::NoEpoch
                     | Refusal::StillLoading
                     | Refusal::LoadFailed,
@@ -65,9 +74,7 @@ pub fn already_held(
         }
     };
     conn.send(&Request::Received, &[], protocol::STEP)?;
-    let held = fds
-        .first()
-        .and_then(|fd| same(fd, entry, checkpoint, options));
+    let held = fds.first().and_then(|fd| same(fd, &wanted, checkpoint));
     conn.send(&Request::Goodbye, &[], protocol::STEP)?;
     Ok(held.map(|manifest| Held {
         epoch,
@@ -79,12 +86,7 @@ pub fn already_held(
 }
 
 /// The held manifest, if it is what a load would make. Whatever is odd about it is a reason to load again.
-fn same(
-    fd: &OwnedFd,
-    entry: &EntryId,
-    checkpoint: &Checkpoint,
-    options: &LoadOptions,
-) -> Option<Manifest> {
+fn same(fd: &OwnedFd, wanted: &Key, checkpoint: &Checkpoint) -> Option<Manifest> {
     let length = host::check_sealed(fd.as_fd(), "the manifest").ok()?;
     if length > manifest::MAX_BYTES {
         return None;
@@ -92,8 +94,6 @@ fn same(
     let memory = HostMapping::map(fd.as_fd(), Some(length), "the manifest").ok()?;
     let held = Manifest::decode(memory.as_slice()).ok()?;
 
-    let mut wanted = options.key(checkpoint);
-    wanted.model.clone_from(&entry.name);
     let same_sources = held.key.sources.len() == wanted.sources.len()
         && held
             .key
@@ -112,7 +112,7 @@ fn same(
         });
     let mut attributes = checkpoint.attributes.clone();
     attributes.sort();
-    let same = held.key.differences(&wanted).is_empty()
+    let same = held.key.differences(wanted).is_empty()
         && same_sources
         && same_files
         && held.attributes == attributes;

@@ -4,13 +4,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::checkpoint::{Checkpoint, SourceTensor};
+use crate::checkpoint::Checkpoint;
 use crate::key::Key;
 use crate::manifest::{ALIGNMENT, Alias, Digest, ElementType, MAX_SLABS, Manifest, TensorEntry};
-use crate::quantize::{self, Assigned};
 use crate::slab::{CHUNK, DeviceId};
 
 use super::alias::Aliases;
+use super::taken::{Becomes, Taken};
 use super::{LoadOptions, WorkerError};
 
 /// Slabs are this large unless the whole asks for more: 4 GiB.
@@ -51,7 +51,7 @@ pub struct Placed {
     pub slab: u32,
     /// Bytes from the slab's start.
     pub offset: u64,
-    /// How much each column matters to quantization: see [`Assigned::importance`].
+    /// How much each column matters to quantization: see [`Assigned::importance`](crate::quantize::Assigned::importance).
     pub importance: Option<Arc<[f32]>>,
 }
 
@@ -59,27 +59,27 @@ pub struct Placed {
 pub type Digests = (Digest, Digest);
 
 impl Plan {
-    /// Lays out the tensors of `checkpoint` that are no second names.
+    /// Lays out the taken tensors that are no second names. Their indices are those of [`Taken::checkpoint`].
     ///
     /// # Errors
     /// [`WorkerError::TooLarge`] when the lengths add up to more than can be addressed.
     pub fn new(
-        checkpoint: &Checkpoint,
+        taken: &Taken<'_>,
         options: &LoadOptions,
         aliases: &Aliases,
     ) -> Result<Self, WorkerError> {
         let cuda = matches!(options.device, DeviceId::Cuda(_));
-        let becomes = becomes(checkpoint, options)?;
+        let checkpoint = taken.checkpoint();
         let mut tensors = Vec::with_capacity(checkpoint.tensors.len());
         let mut seconds = Vec::new();
         // Equal tensors share a place where they become the same: by the first of them, the type, and what is important.
         let mut places: HashMap<(usize, ElementType, Option<*const f32>), usize> = HashMap::new();
         let mut total = 0u64;
-        for (source, (t, becomes)) in checkpoint.tensors.iter().zip(becomes).enumerate() {
+        for (source, (t, becomes)) in checkpoint.tensors.iter().zip(&taken.becomes).enumerate() {
             let Becomes {
                 element,
-                importance,
-            } = becomes;
+                ref importance,
+            } = *becomes;
             let first = aliases.first_of(source).unwrap_or(source);
             let place = (first, element, importance.as_ref().map(|i| i.as_ptr()));
             if let Some(place) = places.get(&place) {
@@ -114,7 +114,7 @@ impl Plan {
                 tail,
                 slab: 0,
                 offset: 0,
-                importance,
+                importance: importance.clone(),
             });
         }
 
@@ -141,6 +141,12 @@ impl Plan {
         self.slabs.iter().sum()
     }
 
+    /// Bytes that are read of `checkpoint`, which this is a plan of.
+    pub(super) fn source_bytes(&self, checkpoint: &Checkpoint) -> u64 {
+        let tensors = self.tensors.iter();
+        tensors.map(|t| checkpoint.tensors[t.source].bytes).sum()
+    }
+
     /// Bytes that each filling thread needs for its buffers.
     pub(super) fn buffer_bytes(&self, checkpoint: &Checkpoint) -> u64 {
         let buffers = |placed: &Placed| {
@@ -148,10 +154,11 @@ impl Plan {
             let one = source.bytes.max(placed.bytes).min(CHUNK as u64);
             // What was read, candle's copies before and after converting, and the lane's own. Pieces that are quantized
             // are small: see `convert::PIECE`.
+            let gathered = u64::from(source.slice.is_some()) * crate::checkpoint::SPAN;
             if placed.element == source.element {
-                one
+                one + gathered
             } else {
-                4 * one
+                4 * one + gathered
             }
         };
         self.tensors.iter().map(buffers).max().unwrap_or(0)
@@ -170,6 +177,7 @@ impl Plan {
                 name: t.name.clone(),
                 element: placed.element,
                 shape: t.shape.clone(),
+                cut: t.slice.map(|slice| slice.cut.dim as u32),
                 slab: placed.slab,
                 offset: placed.offset,
                 bytes: placed.bytes,
@@ -191,32 +199,6 @@ impl Plan {
             files: Vec::new(),
         }
     }
-}
-
-/// What one tensor is stored as.
-struct Becomes {
-    element: ElementType,
-    importance: Option<Arc<[f32]>>,
-}
-
-fn becomes(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Vec<Becomes>, WorkerError> {
-    let plain = |t: &SourceTensor| options.dtype.of(t.element);
-    let tensors = &checkpoint.tensors;
-    let Some(how) = &options.quantize else {
-        return Ok(tensors
-            .iter()
-            .map(|t| Becomes {
-                element: plain(t),
-                importance: None,
-            })
-            .collect());
-    };
-    let assigned = quantize::assign(tensors, how)?;
-    let becomes = |(t, assigned): (&SourceTensor, Assigned)| Becomes {
-        element: assigned.target.unwrap_or_else(|| plain(t)),
-        importance: assigned.importance,
-    };
-    Ok(tensors.iter().zip(assigned).map(becomes).collect())
 }
 
 /// Places the tensors in `order`, and returns the slabs' lengths: multiples of `page`, at most [`MAX_SLABS`].

@@ -33,13 +33,7 @@ pub fn fill_slabs(
         let t = &checkpoint.tensors[plan.tensors[*i].source];
         (Reverse(t.bytes), t.file, t.offset)
     });
-    let total = plan
-        .tensors
-        .iter()
-        .map(|t| checkpoint.tensors[t.source].bytes)
-        .sum();
-
-    let meter = Meter::start(report, "load", total)?;
+    let meter = Meter::start(report, "load", plan.source_bytes(checkpoint))?;
     let state = || {
         Ok(Filler {
             checkpoint,

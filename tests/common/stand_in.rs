@@ -14,7 +14,7 @@ use candle_ipc_cache::loader::IpcConfig;
 use candle_ipc_cache::manifest::{
     ALIGNMENT, Alias, Digest, ElementType, FORMAT_VERSION, Manifest, TensorEntry,
 };
-use candle_ipc_cache::protocol::{EpochId, Reply, Request};
+use candle_ipc_cache::protocol::{EpochId, Reply, Request, ShardId};
 use candle_ipc_cache::slab::cuda::GRANULARITY;
 use candle_ipc_cache::slab::{self, DeviceId, Export, Lane, SlabWriter, host};
 use candle_ipc_cache::socket::Connection;
@@ -32,6 +32,9 @@ pub(crate) struct Model {
     pub(crate) attributes: Vec<(String, String)>,
     pub(crate) files: Vec<(String, Vec<u8>)>,
     pub(crate) sources: Vec<Receipt>,
+    /// Which part of the model this is, and along which dimension tensors were cut for it.
+    pub(crate) shard: ShardId,
+    pub(crate) cuts: Vec<(String, u32)>,
     /// Tensors that go into one slab; zero: all of them.
     pub(crate) per_slab: usize,
 }
@@ -104,6 +107,7 @@ impl Model {
                 name: name.clone(),
                 element: *element,
                 shape: shape.clone(),
+                cut: (self.cuts.iter().find(|(cut, _)| cut == name)).map(|(_, dim)| *dim),
                 slab: slab as u32,
                 offset,
                 bytes: bytes.len() as u64,
@@ -125,6 +129,8 @@ impl Model {
         let slabs = slabs.into_iter().map(|n| slab_bytes(device, n)).collect();
         let key = Key {
             model: self.name.clone(),
+            shard: self.shard,
+            selection: "all".into(),
             dtype: "stored".into(),
             recipe: "none".into(),
             format: FORMAT_VERSION,

@@ -22,6 +22,7 @@ fn publish(daemon: &Daemon, name: &str, device: DeviceId, fill: u8, anchor: Owne
     let announce = Request::Announce {
         entry: EntryId::new(name, device),
         bytes: 1024,
+        set: Vec::new(),
     };
     assert_eq!(ask(&connection, &announce), Reply::Done);
     let mut fds = Weights::new(name, fill).descriptors();

@@ -104,6 +104,7 @@ fn announces_and_waits() {
     let announce = Request::Announce {
         entry: entry("m"),
         bytes: 12345,
+        set: Vec::new(),
     };
     assert_eq!(ask(&connection, &announce), Reply::Done);
     println!("announced");

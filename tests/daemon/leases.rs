@@ -22,6 +22,7 @@ fn a_lease_ends_with_goodbye_or_with_its_connection() {
     let announce = Request::Announce {
         entry: entry("m"),
         bytes: 1,
+        set: Vec::new(),
     };
     assert_eq!(ask(&a.connection, &announce), Reply::Done);
     drop(b);

@@ -11,5 +11,6 @@ mod leases;
 mod offers;
 mod peers;
 mod program;
+mod sets;
 mod support;
 mod workers;

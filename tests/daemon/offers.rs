@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use candle_ipc_cache::manifest::{FORMAT_VERSION, MAX_SLABS, Manifest};
 use candle_ipc_cache::protocol::{Refusal, Reply, Request};
+use candle_ipc_cache::shard::Part;
 use candle_ipc_cache::slab::host::{self, HostMapping};
 
 use crate::support::{
@@ -240,12 +241,27 @@ const SPOILED: &[(&str, Spoil, &str)] = &[
     (
         "an older format",
         |weights| of_version(weights, FORMAT_VERSION - 1),
-        "format version 0",
+        "format version 1",
     ),
     (
         "a newer format",
         |weights| of_version(weights, FORMAT_VERSION + 1),
-        "format version 2",
+        "format version 3",
+    ),
+    (
+        "another rank's manifest",
+        |weights| lie(weights, |m| m.key.shard.tp = Part::new(1, 2)),
+        "of part tp 1/2, announced was whole",
+    ),
+    (
+        "a rank that cannot be",
+        |weights| lie(weights, |m| m.key.shard.ep = Part::new(2, 2)),
+        "no rank 2/2",
+    ),
+    (
+        "a slice in an entry of no rank",
+        |weights| lie(weights, |m| m.tensors[0].cut = Some(0)),
+        "cut along dimension 0",
     ),
     (
         "another model's manifest",
@@ -357,6 +373,7 @@ fn odd_names_are_refused_before_they_are_kept() {
         let announce = Request::Announce {
             entry: entry(name),
             bytes: 1,
+            set: Vec::new(),
         };
         let (code, _) = refusal(ask(&daemon.connect(), &announce));
         assert_eq!(code, Refusal::BadRequest, "{name:?}");
@@ -380,6 +397,7 @@ fn an_entry_that_is_loading_takes_no_second_worker() {
     let announce = Request::Announce {
         entry: entry("m"),
         bytes: 1,
+        set: Vec::new(),
     };
     let (code, reason) = refusal(ask(&daemon.connect(), &announce));
     assert_eq!(code, Refusal::AlreadyLoading, "{reason}");

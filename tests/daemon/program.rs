@@ -81,6 +81,7 @@ fn publish(socket: &Path, weights: &Weights) {
     let announce = Request::Announce {
         entry: entry(&weights.manifest.key.model),
         bytes: 1024,
+        set: Vec::new(),
     };
     assert_eq!(ask(&connection, &announce), Reply::Done);
     let reply = weights.offer(&connection);

@@ -9,6 +9,7 @@ use candle_ipc_cache::daemon::{self, Config, Limits, Listener};
 use candle_ipc_cache::key::Key;
 use candle_ipc_cache::manifest::{Digest, ElementType, FORMAT_VERSION, Manifest, TensorEntry};
 use candle_ipc_cache::protocol::{EntryId, EntryStatus, EpochId, Refusal, Reply, Request};
+use candle_ipc_cache::shard::ShardId;
 use candle_ipc_cache::slab::{DeviceId, host};
 use candle_ipc_cache::socket::Connection;
 use tokio::sync::oneshot;
@@ -74,6 +75,7 @@ impl Daemon {
         let announce = Request::Announce {
             entry: entry(name),
             bytes: 1024,
+            set: Vec::new(),
         };
         assert_eq!(ask(&connection, &announce), Reply::Done);
         connection
@@ -112,6 +114,7 @@ impl Daemon {
             name: name.into(),
             role: None,
             device: None,
+            shard: None,
             epoch: None,
             force,
         };
@@ -225,6 +228,14 @@ impl Weights {
         Self::with_slabs(name, fill, 1)
     }
 
+    /// The same, as one rank's part of the model.
+    pub fn of_rank(name: &str, fill: u8, shard: ShardId) -> Self {
+        let mut weights = Self::new(name, fill);
+        weights.manifest.key.shard = shard;
+        weights.bytes = weights.manifest.encode(Vec::new()).unwrap();
+        weights
+    }
+
     /// The same in each of `slabs` slabs.
     pub fn with_slabs(name: &str, fill: u8, slabs: u32) -> Self {
         let stored = Digest::of(&[fill; 256]);
@@ -234,6 +245,7 @@ impl Weights {
                     name: format!("layer.{slab:04}.{offset:03}"),
                     element: ElementType::F32,
                     shape: vec![8, 8],
+                    cut: None,
                     slab,
                     offset,
                     bytes: 256,
@@ -245,6 +257,8 @@ impl Weights {
         let mut manifest = Manifest {
             key: Key {
                 model: name.into(),
+                shard: Default::default(),
+                selection: "all".into(),
                 dtype: "stored".into(),
                 recipe: "none".into(),
                 format: FORMAT_VERSION,

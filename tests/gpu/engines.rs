@@ -65,6 +65,7 @@ impl Daemon {
         let announce = Request::Announce {
             entry: EntryId::new("test", entry.export.device),
             bytes: entry.manifest.memory_bytes(),
+            set: Vec::new(),
         };
         assert_eq!(self.ask(&connection, &announce), Reply::Done);
         let mut manifest = (*entry.manifest).clone();
@@ -94,6 +95,7 @@ impl Daemon {
             name: "test".into(),
             role: None,
             device: None,
+            shard: None,
             epoch: None,
             force: false,
         };

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use candle_ipc_cache::checkpoint::{self, Checkpoint};
 use candle_ipc_cache::protocol::{EntryId, Progress};
+use candle_ipc_cache::slab::DeviceId;
 use candle_ipc_cache::socket;
-use candle_ipc_cache::worker::{self, LoadOptions, TargetDtype, WorkerError};
+use candle_ipc_cache::worker::{self, Held, LoadOptions, TargetDtype, WorkerError};
 use clap::builder::FalseyValueParser;
 use indicatif::{BinaryBytes, ProgressBar, ProgressStyle};
 use serde_json::json;
@@ -17,6 +18,7 @@ use serde_json::json;
 use crate::client::{self, ClientError};
 use crate::device::DeviceArg;
 use crate::quantize::QuantizeArgs;
+use crate::shard::ShardArgs;
 use crate::{Global, exit};
 
 /// Loads a model and publishes it.
@@ -28,14 +30,22 @@ pub struct Args {
     /// Name of the entry [default: the file's stem or the folder's name].
     #[arg(long, env = "CANDLE_CACHE_NAME")]
     name: Option<String>,
-    /// Where the memory is to lie: `host`, `cuda:N`, or a GPU's UUID.
-    #[arg(long, env = "CANDLE_CACHE_DEVICE", default_value = "host")]
-    device: DeviceArg,
+    /// Where the memory is to lie: `host`, `cuda:N`, or a GPU's UUID; with --tp, one for all ranks or one for each:
+    /// `cuda:0,cuda:1`.
+    #[arg(
+        long,
+        env = "CANDLE_CACHE_DEVICE",
+        default_value = "host",
+        value_delimiter = ','
+    )]
+    device: Vec<DeviceArg>,
     /// What float tensors are stored as: `stored` (as they are), `bf16`, `f16` or `f32`.
     #[arg(long, env = "CANDLE_CACHE_DTYPE", default_value_t = TargetDtype::Stored)]
     dtype: TargetDtype,
     #[command(flatten)]
     quantize: QuantizeArgs,
+    #[command(flatten)]
+    shard: ShardArgs,
     /// Which variant of the files, for instance `fp16` for `model.fp16.safetensors`.
     #[arg(long, env = "CANDLE_CACHE_VARIANT")]
     variant: Option<String>,
@@ -79,7 +89,8 @@ fn report(e: &anyhow::Error, global: &Global) -> u8 {
 
 fn load(args: &Args, global: &Global) -> anyhow::Result<()> {
     socket::raise_descriptor_limit();
-    let device = args.device.to_fill()?;
+    let shards = args.shard.shards()?;
+    let devices = devices(&args.device, shards.len())?;
     anyhow::ensure!(
         args.model.to_str().is_some(),
         "the path {} is not UTF-8: load it by another path",
@@ -89,97 +100,164 @@ fn load(args: &Args, global: &Global) -> anyhow::Result<()> {
     let checkpoint = Checkpoint::open(&args.model, &checkpoint::Options { variant })?;
     let options = LoadOptions {
         name: args.name.clone(),
-        device,
         dtype: args.dtype,
         quantize: args.quantize.read()?,
+        selection: args.shard.selection()?,
         slab_bytes: args.slab_bytes,
         threads: args.threads,
+        ..LoadOptions::default()
     };
-    let entry = EntryId::new(options.entry_name(&checkpoint), device);
+    let entries: Vec<EntryId> = shards
+        .into_iter()
+        .zip(devices)
+        .map(|(shard, device)| EntryId {
+            shard,
+            ..EntryId::new(options.entry_name(&checkpoint), device)
+        })
+        .collect();
 
-    if !args.force {
-        let conn = client::connect(global)?;
-        if let Some(held) = worker::already_held(conn, &entry, &checkpoint, &options)? {
-            let result = Outcome {
-                what: "already loaded",
-                epoch: held.epoch.to_string(),
-                root: held.root.to_string(),
-                tensors: held.tensors,
-                aliases: held.aliases,
-                memory_bytes: held.memory_bytes,
-                seconds: 0.0,
-            };
-            result.print(&entry, global.json);
-            return Ok(());
-        }
+    if !args.force
+        && let Some(held) = held(&entries, &checkpoint, &options, global)?
+    {
+        let ranks = held.into_iter().map(|held| Rank {
+            root: held.root.to_string(),
+            tensors: held.tensors,
+            aliases: held.aliases,
+            memory_bytes: held.memory_bytes,
+            epoch: held.epoch.to_string(),
+        });
+        print(
+            &entries,
+            "already loaded",
+            &ranks.collect::<Vec<_>>(),
+            0.0,
+            global.json,
+        );
+        return Ok(());
     }
 
     let shown = Shown::new(global.json);
     let start = Instant::now();
     let conn = client::connect(global)?;
-    let published = worker::publish(&conn, &entry, &checkpoint, &options, &|p| {
+    let published = worker::publish_set(&conn, &entries, &checkpoint, &options, &|p| {
         shown.progress(&p)
     });
     shown.end();
     let published = published?;
-    let result = Outcome {
-        what: if published.unchanged {
-            "unchanged"
-        } else {
-            "loaded"
-        },
-        epoch: published.epoch.to_string(),
-        root: published.root.to_string(),
-        tensors: published.tensors,
-        aliases: published.aliases,
-        memory_bytes: published.memory_bytes,
-        seconds: start.elapsed().as_secs_f64(),
+    let what = if published.iter().all(|p| p.unchanged) {
+        "unchanged"
+    } else {
+        "loaded"
     };
-    result.print(&entry, global.json);
+    let ranks = published.into_iter().map(|p| Rank {
+        root: p.root.to_string(),
+        tensors: p.tensors,
+        aliases: p.aliases,
+        memory_bytes: p.memory_bytes,
+        epoch: p.epoch.to_string(),
+    });
+    let seconds = start.elapsed().as_secs_f64();
+    print(
+        &entries,
+        what,
+        &ranks.collect::<Vec<_>>(),
+        seconds,
+        global.json,
+    );
     Ok(())
 }
 
-/// What came of it.
-struct Outcome {
-    what: &'static str,
+/// A device for each rank.
+fn devices(given: &[DeviceArg], ranks: usize) -> anyhow::Result<Vec<DeviceId>> {
+    anyhow::ensure!(
+        given.len() == 1 || given.len() == ranks,
+        "{} devices for {ranks} ranks: give one for all, or one for each",
+        given.len()
+    );
+    let filled: Vec<DeviceId> = given
+        .iter()
+        .map(|device| device.to_fill())
+        .collect::<Result<_, _>>()?;
+    Ok(filled.into_iter().cycle().take(ranks).collect())
+}
+
+/// What the daemon holds already, where that is all of it and one set.
+fn held(
+    entries: &[EntryId],
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    global: &Global,
+) -> anyhow::Result<Option<Vec<Held>>> {
+    let mut all: Vec<Held> = Vec::with_capacity(entries.len());
+    for entry in entries {
+        let conn = client::connect(global)?;
+        match worker::already_held(conn, entry, checkpoint, options)? {
+            Some(held) if all.first().is_none_or(|first| first.epoch == held.epoch) => {
+                all.push(held);
+            }
+            _ => return Ok(None),
+        }
+    }
+    Ok(Some(all))
+}
+
+/// What came of one rank, or of the whole model.
+struct Rank {
     epoch: String,
     root: String,
     tensors: usize,
     aliases: usize,
     memory_bytes: u64,
-    seconds: f64,
 }
 
-impl Outcome {
-    fn print(&self, entry: &EntryId, json: bool) {
-        if json {
-            let result = json!({
-                "result": self.what,
-                "name": entry.name,
-                "role": entry.role,
-                "device": entry.device.to_string(),
-                "epoch": self.epoch,
-                "root": self.root,
-                "tensors": self.tensors,
-                "aliases": self.aliases,
-                "memory_bytes": self.memory_bytes,
-                "seconds": self.seconds,
-            });
-            println!("{result}");
-            return;
+/// Prints what came of it; for a set of ranks, a line or a value for each.
+fn print(entries: &[EntryId], what: &str, ranks: &[Rank], seconds: f64, as_json: bool) {
+    let line = |(entry, rank): (&EntryId, &Rank)| {
+        json!({
+            "result": what,
+            "name": entry.name,
+            "role": entry.role,
+            "device": entry.device.to_string(),
+            "shard": entry.shard.to_string(),
+            "epoch": rank.epoch,
+            "root": rank.root,
+            "tensors": rank.tensors,
+            "aliases": rank.aliases,
+            "memory_bytes": rank.memory_bytes,
+            "seconds": seconds,
+        })
+    };
+    let lines = entries.iter().zip(ranks);
+    if as_json {
+        let values: Vec<_> = lines.map(line).collect();
+        match values.as_slice() {
+            [one] => println!("{one}"),
+            all => println!("{}", json!(all)),
         }
-        let size = BinaryBytes(self.memory_bytes);
-        print!("{entry}: {}, {size} in {} tensors", self.what, self.tensors);
-        match self.aliases {
+        return;
+    }
+    for (entry, rank) in lines {
+        let size = BinaryBytes(rank.memory_bytes);
+        print!("{entry}: {what}, {size} in {} tensors", rank.tensors);
+        match rank.aliases {
             0 => {}
             1 => print!(" and 1 alias"),
             n => print!(" and {n} aliases"),
         }
-        if self.seconds > 0.0 {
-            let rate = self.memory_bytes as f64 / self.seconds;
-            print!(", {:.2} s, {}/s", self.seconds, BinaryBytes(rate as u64));
+        if seconds > 0.0 && ranks.len() == 1 {
+            let rate = rank.memory_bytes as f64 / seconds;
+            print!(", {seconds:.2} s, {}/s", BinaryBytes(rate as u64));
         }
-        println!(", epoch {}", self.epoch);
+        println!(", epoch {}", rank.epoch);
+    }
+    if seconds > 0.0 && ranks.len() > 1 {
+        let bytes: u64 = ranks.iter().map(|rank| rank.memory_bytes).sum();
+        let rate = BinaryBytes((bytes as f64 / seconds) as u64);
+        println!(
+            "{} ranks as one set: {}, {seconds:.2} s, {rate}/s",
+            ranks.len(),
+            BinaryBytes(bytes)
+        );
     }
 }
 

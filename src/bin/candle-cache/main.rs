@@ -29,6 +29,7 @@ mod load;
 mod plan;
 mod quantize;
 mod serve;
+mod shard;
 mod status;
 mod stop;
 mod unload;

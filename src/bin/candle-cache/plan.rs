@@ -1,18 +1,21 @@
 //! `candle-cache plan`: what a load would make of each tensor, from headers alone. Needs no daemon.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 
 use candle_ipc_cache::checkpoint::{self, Checkpoint};
+use candle_ipc_cache::key::{ALL, Key};
 use candle_ipc_cache::manifest::ElementType;
 use candle_ipc_cache::quantize;
 use candle_ipc_cache::worker::alias::Aliases;
-use candle_ipc_cache::worker::plan::Plan;
+use candle_ipc_cache::worker::plan::{Placed, Plan};
+use candle_ipc_cache::worker::taken::Taken;
 use candle_ipc_cache::worker::{LoadOptions, TargetDtype};
 use indicatif::BinaryBytes;
 use serde_json::json;
 
 use crate::quantize::QuantizeArgs;
+use crate::shard::ShardArgs;
 use crate::{Global, exit};
 
 /// Prints what a load would make of a model.
@@ -29,6 +32,8 @@ pub struct Args {
     variant: Option<String>,
     #[command(flatten)]
     quantize: QuantizeArgs,
+    #[command(flatten)]
+    shard: ShardArgs,
 }
 
 /// Runs the command.
@@ -54,6 +59,8 @@ struct Row<'a> {
     to: ElementType,
     before: u64,
     after: u64,
+    /// The dimension along which it is cut for its rank.
+    cut: Option<usize>,
     why: String,
 }
 
@@ -65,21 +72,31 @@ fn plan(args: &Args, global: &Global) -> anyhow::Result<()> {
         Some(how) => Some(quantize::assign(&checkpoint.tensors, how)?),
         None => None,
     };
+    let why: HashMap<&str, String> = assigned
+        .iter()
+        .flatten()
+        .zip(&checkpoint.tensors)
+        .map(|(assigned, tensor)| {
+            let why = match assigned.importance {
+                Some(_) => format!("{}, importance matrix", assigned.why),
+                None => assigned.why.to_string(),
+            };
+            (tensor.name.as_str(), why)
+        })
+        .collect();
+    // All ranks' slices are equal in shape: one stands for them.
+    let shard = args.shard.shards()?.first().copied().unwrap_or_default();
     let options = LoadOptions {
         dtype: args.dtype,
         quantize,
+        selection: args.shard.selection()?,
+        shard,
         ..LoadOptions::default()
     };
-    let layout = Plan::new(&checkpoint, &options, &Aliases::none())?;
-    let row = |placed: &candle_ipc_cache::worker::plan::Placed| {
-        let tensor = &checkpoint.tensors[placed.source];
-        let why = assigned.as_ref().map(|a| {
-            let a = &a[placed.source];
-            match a.importance {
-                Some(_) => format!("{}, importance matrix", a.why),
-                None => a.why.to_string(),
-            }
-        });
+    let taken = Taken::of(&checkpoint, &options)?;
+    let layout = Plan::new(&taken, &options, &Aliases::none())?;
+    let row = |placed: &Placed| {
+        let tensor = &taken.checkpoint().tensors[placed.source];
         Row {
             name: &tensor.name,
             shape: &tensor.shape,
@@ -87,20 +104,21 @@ fn plan(args: &Args, global: &Global) -> anyhow::Result<()> {
             to: placed.element,
             before: tensor.bytes,
             after: placed.bytes,
-            why: why.unwrap_or_default(),
+            cut: tensor.slice.map(|slice| slice.cut.dim),
+            why: why.get(tensor.name.as_str()).cloned().unwrap_or_default(),
         }
     };
     let rows: Vec<Row> = layout.tensors.iter().map(row).collect();
-    let recipe = options.key(&checkpoint).recipe;
+    let key = taken.key(&options);
     if global.json {
-        print_json(&rows, &recipe);
+        print_json(&rows, &key);
     } else {
-        print_table(&rows, &recipe);
+        print_table(&rows, &key);
     }
     Ok(())
 }
 
-fn print_json(rows: &[Row], recipe: &str) {
+fn print_json(rows: &[Row], key: &Key) {
     let tensors: Vec<_> = rows
         .iter()
         .map(|r| {
@@ -111,6 +129,7 @@ fn print_json(rows: &[Row], recipe: &str) {
                 "to": r.to.as_str(),
                 "bytes_before": r.before,
                 "bytes_after": r.after,
+                "cut": r.cut,
                 "why": r.why,
             })
         })
@@ -119,7 +138,9 @@ fn print_json(rows: &[Row], recipe: &str) {
     println!(
         "{}",
         json!({
-            "recipe": recipe,
+            "recipe": key.recipe,
+            "shard": key.shard.to_string(),
+            "selection": key.selection,
             "tensors": tensors,
             "bytes_before": sum(|r| r.before),
             "bytes_after": sum(|r| r.after),
@@ -127,7 +148,7 @@ fn print_json(rows: &[Row], recipe: &str) {
     );
 }
 
-fn print_table(rows: &[Row], recipe: &str) {
+fn print_table(rows: &[Row], key: &Key) {
     let width = |text: fn(&Row) -> usize| rows.iter().map(text).max().unwrap_or(0);
     let names = width(|r| r.name.len()).min(72);
     let shapes = width(|r| shape(r).len());
@@ -140,7 +161,11 @@ fn print_table(rows: &[Row], recipe: &str) {
             r.to,
             BinaryBytes(r.before).to_string(),
             BinaryBytes(r.after).to_string(),
-            r.why
+            match r.cut {
+                Some(dim) if r.why.is_empty() => format!("slice along dimension {dim}"),
+                Some(dim) => format!("slice along dimension {dim}; {}", r.why),
+                None => r.why.clone(),
+            }
         );
     }
     let mut types: BTreeMap<&str, (usize, u64)> = BTreeMap::new();
@@ -161,11 +186,15 @@ fn print_table(rows: &[Row], recipe: &str) {
         rows.iter().map(|r| r.after).sum(),
     );
     println!(
-        "recipe {recipe}: {} tensors, {} -> {} ({before} -> {after} bytes), second names not yet looked for",
+        "recipe {}: {} tensors, {} -> {} ({before} -> {after} bytes), second names not yet looked for",
+        key.recipe,
         rows.len(),
         BinaryBytes(before),
         BinaryBytes(after)
     );
+    if !key.shard.is_whole() || key.selection != ALL {
+        println!("part {}: {}", key.shard, key.selection);
+    }
 }
 
 fn shape(row: &Row) -> String {

@@ -51,8 +51,10 @@ fn print_json(socket: &Path, entries: &[EntryStatus]) {
                 "name": status.entry.name,
                 "role": status.entry.role,
                 "device": status.entry.device.to_string(),
+                "shard": status.entry.shard.to_string(),
                 "ready": status.ready.as_ref().map(|ready| serde_json::json!({
                     "epoch": ready.epoch.to_string(),
+                    "ranks": ready.ranks,
                     "root": ready.root,
                     "tensors": ready.tensors,
                     "memory_bytes": ready.memory_bytes,
@@ -80,12 +82,12 @@ fn print_table(socket: &Path, entries: &[EntryStatus]) {
     }
     let mut rows = vec![
         [
-            "NAME", "ROLE", "DEVICE", "STATE", "MEMORY", "TENSORS", "LEASES", "AGE",
+            "NAME", "ROLE", "SHARD", "DEVICE", "STATE", "MEMORY", "TENSORS", "LEASES", "AGE",
         ]
         .map(String::from),
     ];
     rows.extend(entries.iter().map(row));
-    let mut widths = [0; 8];
+    let mut widths = [0; 9];
     for row in &rows {
         for (width, cell) in widths.iter_mut().zip(row) {
             *width = (*width).max(cell.chars().count());
@@ -106,14 +108,14 @@ fn print_table(socket: &Path, entries: &[EntryStatus]) {
         }
         if status.retired_bytes > 0 {
             println!(
-                "    engines still hold {} of epochs that are gone",
+                "    {} of epochs that are gone, which engines still hold, or ranks of one that they hold",
                 bytes(status.retired_bytes)
             );
         }
     }
 }
 
-fn row(status: &EntryStatus) -> [String; 8] {
+fn row(status: &EntryStatus) -> [String; 9] {
     let state = match (&status.ready, &status.loading, &status.failed) {
         (Some(_), Some(progress), _) => format!("ready, loading {}", percent(progress)),
         (Some(_), None, _) => "ready".into(),
@@ -127,6 +129,7 @@ fn row(status: &EntryStatus) -> [String; 8] {
     [
         status.entry.name.clone(),
         status.entry.role.clone(),
+        status.entry.shard.to_string(),
         status.entry.device.to_string(),
         state,
         ready(&|r| bytes(r.memory_bytes)),

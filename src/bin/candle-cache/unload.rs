@@ -42,6 +42,7 @@ fn unload(args: &Args, global: &Global) -> Result<(), ClientError> {
         name: args.name.clone(),
         role: args.role.clone(),
         device: args.device.map(DeviceArg::identity).transpose()?,
+        shard: None,
         epoch: None,
         force: args.force,
     };

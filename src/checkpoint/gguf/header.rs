@@ -465,6 +465,7 @@ impl Reader<'_> {
                 file,
                 offset,
                 bytes,
+                slice: None,
             });
         }
         Ok(())

@@ -17,6 +17,20 @@ fn offered(content: u8, layout: u8) -> Offered {
     }
 }
 
+/// The id that an offer is published under, and whether it was held already.
+trait Publish {
+    fn publish(self, offered: Offered) -> Result<(EpochId, bool), Refused>;
+}
+
+impl Publish for Load {
+    fn publish(self, offered: Offered) -> Result<(EpochId, bool), Refused> {
+        match self.take(offered)? {
+            Taken::Published(epoch, unchanged) => Ok((epoch, unchanged)),
+            Taken::Aside(load) => panic!("{load:?} waits for more"),
+        }
+    }
+}
+
 fn unload(force: bool) -> Unload {
     Unload {
         name: "m".into(),
@@ -36,25 +50,25 @@ fn code<T: std::fmt::Debug>(result: Result<T, Refused>) -> Refusal {
 #[test]
 fn a_second_worker_may_not_announce_the_same_entry() {
     let registry = registry();
-    let first = registry.announce(&host("m"), 10).unwrap();
+    let first = registry.announce(&[host("m")], 10).unwrap();
     assert_eq!(
-        code(registry.announce(&host("m"), 10)),
+        code(registry.announce(&[host("m")], 10)),
         Refusal::AlreadyLoading
     );
     drop(first);
-    registry.announce(&host("m"), 10).unwrap();
+    registry.announce(&[host("m")], 10).unwrap();
 }
 
 #[test]
 fn the_old_epoch_serves_while_a_new_one_loads() {
     let registry = registry();
-    let load = registry.announce(&host("m"), 10).unwrap();
+    let load = registry.announce(&[host("m")], 10).unwrap();
     assert!(matches!(
         registry.find(&host("m"), None, 1),
         Ok(Found::Loading(_))
     ));
     let (first, _) = load.publish(offered(1, 1)).unwrap();
-    let load = registry.announce(&host("m"), 10).unwrap();
+    let load = registry.announce(&[host("m")], 10).unwrap();
     let Ok(Found::Ready(epoch, lease)) = registry.find(&host("m"), None, 7) else {
         panic!("the old epoch should be ready");
     };
@@ -74,14 +88,14 @@ fn the_old_epoch_serves_while_a_new_one_loads() {
 fn the_same_content_keeps_its_epoch_and_takes_the_newer_receipts() {
     let registry = registry();
     let (first, _) = registry
-        .announce(&host("m"), 1)
+        .announce(&[host("m")], 1)
         .unwrap()
         .publish(offered(1, 1))
         .unwrap();
     let again = offered(1, 1);
     let newer = again.manifest.clone();
     let (second, unchanged) = registry
-        .announce(&host("m"), 1)
+        .announce(&[host("m")], 1)
         .unwrap()
         .publish(again)
         .unwrap();
@@ -96,16 +110,16 @@ fn the_same_content_keeps_its_epoch_and_takes_the_newer_receipts() {
 #[test]
 fn a_failed_load_is_told_and_does_not_hide_what_is_ready() {
     let registry = registry();
-    registry.announce(&host("m"), 1).unwrap().fail("no room");
+    registry.announce(&[host("m")], 1).unwrap().fail("no room");
     let refused = registry.find(&host("m"), None, 1).unwrap_err();
     assert_eq!(refused.code, Refusal::LoadFailed);
     assert!(refused.reason.contains("no room"));
     registry
-        .announce(&host("m"), 1)
+        .announce(&[host("m")], 1)
         .unwrap()
         .publish(offered(1, 1))
         .unwrap();
-    registry.announce(&host("m"), 1).unwrap().fail("no room");
+    registry.announce(&[host("m")], 1).unwrap().fail("no room");
     assert!(matches!(
         registry.find(&host("m"), None, 1),
         Ok(Found::Ready(..))
@@ -119,7 +133,7 @@ fn unload_takes_all_that_match_or_none() {
     draft.role = "draft".into();
     for id in [&host("m"), &draft] {
         registry
-            .announce(id, 1)
+            .announce(&[id.clone()], 1)
             .unwrap()
             .publish(offered(1, 1))
             .unwrap();
@@ -147,7 +161,7 @@ fn unload_takes_all_that_match_or_none() {
 fn an_epoch_that_was_replaced_is_not_there_to_be_unloaded() {
     let registry = registry();
     let publish = |content| {
-        let load = registry.announce(&host("m"), 1).unwrap();
+        let load = registry.announce(&[host("m")], 1).unwrap();
         load.publish(offered(content, 1)).unwrap().0
     };
     let (first, second) = (publish(1), publish(2));
@@ -165,7 +179,7 @@ fn an_epoch_that_was_replaced_is_not_there_to_be_unloaded() {
 #[test]
 fn an_offer_for_an_entry_that_was_unloaded_meanwhile_is_refused() {
     let registry = registry();
-    let load = registry.announce(&host("m"), 1).unwrap();
+    let load = registry.announce(&[host("m")], 1).unwrap();
     assert_eq!(
         code(registry.unload(&unload(false))),
         Refusal::AlreadyLoading
@@ -182,7 +196,7 @@ fn absence_names_the_nearest_the_other_device_and_the_other_role() {
     draft.role = "draft".into();
     for id in [&host("llama-8b"), &draft] {
         registry
-            .announce(id, 1)
+            .announce(&[id.clone()], 1)
             .unwrap()
             .publish(offered(1, 1))
             .unwrap();
@@ -202,14 +216,17 @@ fn absence_names_the_nearest_the_other_device_and_the_other_role() {
 #[test]
 fn a_full_table_forgets_failures_and_nothing_else() {
     let registry = Arc::new(Registry::new(2));
-    let loading = registry.announce(&host("loading"), 1).unwrap();
+    let loading = registry.announce(&[host("loading")], 1).unwrap();
     registry
-        .announce(&host("failed"), 1)
+        .announce(&[host("failed")], 1)
         .unwrap()
         .fail("no room");
-    let second = registry.announce(&host("second"), 1).unwrap();
+    let second = registry.announce(&[host("second")], 1).unwrap();
     assert!(registry.page(None).0.iter().all(|e| e.failed.is_none()));
-    assert_eq!(code(registry.announce(&host("one more"), 1)), Refusal::Busy);
+    assert_eq!(
+        code(registry.announce(&[host("one more")], 1)),
+        Refusal::Busy
+    );
     drop((loading, second));
 }
 
@@ -218,7 +235,7 @@ fn pages_hold_every_entry_once_and_fit_into_packets() {
     let registry = Arc::new(Registry::new(200));
     for i in 0..200 {
         let id = host(&format!("{i:0>500}"));
-        registry.announce(&id, 1).unwrap().fail("x".repeat(2000));
+        registry.announce(&[id], 1).unwrap().fail("x".repeat(2000));
     }
     let (mut seen, mut after, mut pages) = (0, None, 0);
     loop {
@@ -243,7 +260,7 @@ fn a_page_of_the_shortest_entries_is_read_again() {
     for i in 0..4096 {
         let mut id = host(&format!("{i:x}"));
         id.role = "r".into();
-        registry.announce(&id, 1).unwrap().fail("");
+        registry.announce(&[id], 1).unwrap().fail("");
     }
     let (entries, more) = registry.page(None);
     assert!(more);

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Entry, MAX_HOLDERS, Refused, Unload};
-use crate::protocol::{EntryId, Refusal};
+use super::{Entry, Epoch, MAX_HOLDERS, Refused, Unload};
+use crate::protocol::{EntryId, EpochId, Refusal};
 
 /// Why an entry may not be unloaded without force.
 pub(super) fn in_use(id: &EntryId, slot: &Entry) -> Result<(), Refused> {
@@ -47,6 +47,9 @@ pub(super) fn nothing_to_unload(table: &BTreeMap<EntryId, Entry>, unload: &Unloa
     if let Some(device) = unload.device {
         what.push_str(&format!(" on {device}"));
     }
+    if let Some(shard) = unload.shard {
+        what.push_str(&format!(" ({shard})"));
+    }
     if let Some(epoch) = unload.epoch {
         what.push_str(&format!(" of epoch {epoch}"));
     }
@@ -61,6 +64,24 @@ pub(super) fn abandoned(entry: &EntryId) -> Refused {
     Refused::new(
         Refusal::NoEntry,
         format!("{entry} was unloaded while it was loading"),
+    )
+}
+
+/// Says that an epoch is gone, and which one is there instead.
+pub(super) fn no_epoch(entry: &EntryId, wanted: EpochId, held: Option<&Epoch>) -> Refused {
+    let instead = match held {
+        None => ": attach without an epoch".to_string(),
+        Some(Epoch { id, ranks: 1, .. }) => {
+            format!(", the daemon holds epoch {id}: attach without an epoch, or to that one")
+        }
+        Some(Epoch { id, ranks, .. }) => format!(
+            ", the daemon holds epoch {id}, a set of {ranks} ranks: ranks of two sets do not go together, so attach all of \
+             them to that one"
+        ),
+    };
+    Refused::new(
+        Refusal::NoEpoch,
+        format!("epoch {wanted} of {entry} is gone{instead}"),
     )
 }
 
@@ -79,11 +100,11 @@ pub(super) fn absent(table: &BTreeMap<EntryId, Entry>, wanted: &EntryId) -> Refu
         let texts: Vec<String> = ids.iter().map(ToString::to_string).collect();
         texts.join(", ")
     };
-    let elsewhere: Vec<&EntryId> = same_name
-        .iter()
-        .copied()
-        .filter(|id| id.role == wanted.role)
-        .collect();
+    let same_role = || {
+        let ids = same_name.iter().copied();
+        ids.filter(|id| id.role == wanted.role)
+    };
+    let elsewhere: Vec<&EntryId> = same_role().filter(|id| id.shard == wanted.shard).collect();
     if !elsewhere.is_empty() {
         return Refused::new(
             Refusal::OtherDevice,
@@ -91,6 +112,21 @@ pub(super) fn absent(table: &BTreeMap<EntryId, Entry>, wanted: &EntryId) -> Refu
                 "{wanted} is not held, the daemon has {}: attach with that device, or load it with \
                  `candle-cache load --device`",
                 list(&elsewhere)
+            ),
+        );
+    }
+    let others: Vec<&EntryId> = same_role().collect();
+    if !others.is_empty() {
+        let way_out = if others.iter().any(|id| id.shard.is_whole()) {
+            "attach to all of it, which serves every rank's slices, or load the ranks with `candle-cache load --tp`"
+        } else {
+            "name one of these (`IpcConfig::shard`), or load the other with `candle-cache load`"
+        };
+        return Refused::new(
+            Refusal::OtherShard,
+            format!(
+                "{wanted} is not held, the daemon has {}: {way_out}",
+                list(&others)
             ),
         );
     }

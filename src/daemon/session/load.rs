@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use super::*;
+use crate::daemon::registry::Taken;
 
 /// Most offers that may wait to be checked.
 const MAX_WAITING: usize = 16;
@@ -24,16 +25,30 @@ impl Drop for Waiting<'_> {
 }
 
 impl Session {
-    pub(super) async fn announce(&mut self, entry: EntryId, bytes: u64) -> Flow {
+    pub(super) async fn announce(&mut self, entry: EntryId, bytes: u64, set: Vec<Member>) -> Flow {
         if self.lease.is_some() {
             return self
                 .refuse_and_close(bad("this connection holds a lease: announce on another"))
                 .await;
         }
-        let load = check_entry(&entry).and_then(|()| self.context.registry.announce(&entry, bytes));
+        let mut total = bytes;
+        let mut entries = vec![entry];
+        for member in set {
+            total = total.saturating_add(member.bytes);
+            entries.push(EntryId {
+                shard: member.shard,
+                device: member.device,
+                ..entries[0].clone()
+            });
+        }
+        let load = entries
+            .iter()
+            .try_for_each(check_entry)
+            .and_then(|()| self.context.registry.announce(&entries, total));
         match load {
             Ok(load) => {
-                let worker = self.context.workers.announced(self.peer.pid, &entry, bytes);
+                let workers = &self.context.workers;
+                let worker = workers.announced(self.peer.pid, &entries[0], total);
                 self.load = Some(Announced { load, worker });
                 self.reply(&Reply::Done).await
             }
@@ -53,7 +68,7 @@ impl Session {
     }
 
     pub(super) async fn offer(&mut self, anchor: bool, slabs: u32, fds: Sent) -> Flow {
-        let Some(Announced { load, .. }) = self.load.take() else {
+        let Some(Announced { load, worker }) = self.load.take() else {
             return self.refuse_and_close(not_announced()).await;
         };
         let context = self.context.clone();
@@ -77,11 +92,11 @@ impl Session {
         let Ok(_permit) = context.checks.acquire().await else {
             return Err(Close);
         };
-        let entry = load.entry.clone();
+        let entry = load.next().clone();
         let checked =
             tokio::task::spawn_blocking(move || offer::check(&entry, anchor, slabs, fds)).await;
-        let published = match checked {
-            Ok(Ok(offered)) => load.publish(offered),
+        let taken = match checked {
+            Ok(Ok(offered)) => load.take(offered),
             Ok(Err(reason)) => {
                 load.fail(format!("its offer was refused: {reason}"));
                 Err(Refused::new(Refusal::BadOffer, reason))
@@ -94,8 +109,14 @@ impl Session {
                 ))
             }
         };
-        match published {
-            Ok((epoch, unchanged)) => self.reply(&Reply::Accepted { epoch, unchanged }).await,
+        match taken {
+            Ok(Taken::Published(epoch, unchanged)) => {
+                self.reply(&Reply::Accepted { epoch, unchanged }).await
+            }
+            Ok(Taken::Aside(load)) => {
+                self.load = Some(Announced { load, worker });
+                self.reply(&Reply::Done).await
+            }
             Err(refused) => self.refuse(refused).await,
         }
     }

@@ -12,6 +12,7 @@ pub(crate) mod copies;
 pub(crate) mod lifetime;
 pub(crate) mod names;
 pub(crate) mod quantized;
+pub(crate) mod shards;
 pub(crate) mod tensors;
 
 /// Gives the list of bodies, by topic, to the macro `$tests`, which makes a test of each. A body that is missing here
@@ -42,6 +43,12 @@ macro_rules! each_body {
                 quantized_tensors_over_mapped_memory_compute_exactly_as_candles_own
                 two_requests_for_one_quantized_tensor_share_it_and_it_lies_in_the_mapping
                 quantized_requests_are_checked_as_candle_checks_them
+            }
+            shards {
+                a_whole_entry_serves_the_slices_of_every_rank
+                a_rank_serves_its_own_slices_and_names_both_ranks_to_others
+                names_that_share_weights_share_their_slices
+                copied_weights_and_dequantized_blocks_are_sliced_too
             }
             copies {
                 a_copy_says_goodbye_at_attach_and_outlives_the_daemon
