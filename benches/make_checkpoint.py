@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes checkpoints of random weights for the benches.
 
-    make_checkpoint.py llama DIR [--layers 32] [--hidden 4096] [--intermediate 14336] [--vocab 128256] [--heads 32] [--kv-heads 8]
+    make_checkpoint.py llama DIR [--layers 32] [--hidden 4096] [--intermediate 14336] [--vocab 128256] [--heads 32] [--kv-heads 8] [--seed 1]
     make_checkpoint.py many DIR COUNT        COUNT tensors of 4096 BF16 elements each
 
 A Llama of BF16 weights in shards of about 4 GiB with an index, a config.json and a tokenizer.json whose words are "t0",
@@ -48,8 +48,9 @@ def main():
     for name, default in (("layers", 32), ("hidden", 4096), ("intermediate", 14336), ("vocab", 128256), ("heads", 32),
                           ("kv-heads", 8)):
         p.add_argument("--" + name, type=int, default=default)
+    p.add_argument("--seed", type=int, default=1)
     a = p.parse_args()
-    torch.manual_seed(1)
+    torch.manual_seed(a.seed)
     os.makedirs(a.dir, exist_ok=True)
     if a.kind == "many":
         save_file({f"layers.{i}.weight": rand(64, 64) for i in range(a.count)}, os.path.join(a.dir, "model.safetensors"))

@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
 # Every figure of docs/results.md, on a machine with an NVIDIA GPU: checks and times, and prints a table last.
 #
-#   scripts/gpu-results.sh [check|smollm2|many|small|llama|quantize|two]...      default: all but two
+#   scripts/gpu-results.sh [check|smollm2|many|small|llama|quantize|models|two|tp]...      default: all but two and tp
 #
 # Takes the programs from $CANDLE_CACHE_PROGRAMS (gpu, models, decode, quantized, attach, llama, candle-cache), else builds them.
 # `llama` writes 16 GiB of random weights to $CANDLE_CACHE_WORK (default: a temp folder) and needs torch, as does `many`
-# for its peer. `two` needs two GPUs.
+# for its peer. `two` and `tp` need two GPUs,
+# `tp` and its NCCL, which torch brings.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(check smollm2 many small llama quantize)
+[ ${#steps[@]} -gt 0 ] || steps=(check smollm2 many small llama quantize models)
 
 if [ -z "${CANDLE_CACHE_PROGRAMS:-}" ]; then
     . scripts/cuda-toolkit.sh
-    cargo build --release --features cuda --bins --examples --benches --tests || exit 1
+    cargo build --release --features nccl --bins --examples --benches --tests || exit 1
     CANDLE_CACHE_PROGRAMS=$(mktemp -d)
     for f in gpu models decode quantized attach; do
         cp "$(ls -t target/release/deps/$f-* | grep -v '\.d$' | head -n 1)" "$CANDLE_CACHE_PROGRAMS/$f"
@@ -207,9 +208,77 @@ two() {
     stop
 }
 
+# Models of candle-transformers, rebuilt from the cache on the GPU.
+models() {
+    echo "== models of candle-transformers"
+    CANDLE_CACHE_TEST_DEVICE=cuda:0 CANDLE_CACHE_TEST_TABLE=$work/conformance.md command models --nocapture >"$work/models.log" 2>&1
+    row "tests/models.rs" "$(grep '^test result' "$work/models.log" | tail -n 1)"
+    row "models on the GPU" "$(grep -E '^On ' "$work/conformance.md" | tr '\n' ' ')"
+    [ -n "${OUT:-}" ] && cp "$work/models.log" "$work/conformance.md" "$OUT/"
+}
+
+tokens_of() { # words, further arguments: what the example says on standard output
+    llama --device cuda:0 --raw --print-tokens --max-tokens 64 --prompt "$1" "${@:2}" 2>>"$work/tp.log"
+}
+
+tp() {
+    echo "== one model over two GPUs"
+    local nccl; nccl=$(python3 -c 'import nvidia.nccl; print(nvidia.nccl.__path__[0] + "/lib")' 2>/dev/null)
+    export LD_LIBRARY_PATH=${nccl:+$nccl:}${LD_LIBRARY_PATH:-}
+    local model=$work/llama8b words="t17 t4242 t99 t1000 t31415 t777" plan=$root/examples/llama/tp.toml
+    [ -f "$model/config.json" ] || python3 benches/make_checkpoint.py llama "$model"
+    serve
+    candle-cache load "$model" --name one --device cuda:0
+    local dtype
+    for dtype in bf16 f32; do tokens_of "$words" --model one --dtype $dtype >"$work/one-$dtype.tokens"; done
+    candle-cache unload one
+    local before=("$(used 0)" "$(used 1)")
+    candle-cache load "$model" --name two --tp 2 --plan "$plan" --device cuda:0,cuda:1
+    candle-cache status | tee -a "$rows"
+    row "GPU memory: each rank's part of $(du -sBM "$model" | cut -f1)" \
+        "$(($(used 0) - before[0])) MiB, $(($(used 1) - before[1])) MiB"
+    # BF16 rounds a sum of two parts otherwise than one sum; in F32 the same weights show that nothing else differs.
+    for dtype in bf16 f32; do
+        tokens_of "$words" --model two --tp 2 --dtype $dtype >"$work/two-$dtype.tokens"
+        row "8B shape, computed in $dtype: tokens of one GPU and of two" \
+            "$(wc -l <"$work/one-$dtype.tokens"), $(wc -l <"$work/two-$dtype.tokens"); $(
+                cmp "$work/one-$dtype.tokens" "$work/two-$dtype.tokens" 2>&1 && echo equal)"
+    done
+    candle-cache unload two
+
+    # One name, two models in turn: an engine's ranks must be of one or of the other.
+    local which
+    for which in a b; do
+        python3 benches/make_checkpoint.py llama "$work/small-$which" --layers 12 --hidden 768 --intermediate 2048 --vocab 32000 \
+            --heads 12 --kv-heads 12 --seed "$([ $which = a ] && echo 1 || echo 2)"
+        candle-cache load "$work/small-$which" --name turn --tp 2 --plan "$plan" --device cuda:0,cuda:1
+        tokens_of "$words" --model turn --tp 2 >"$work/$which.tokens"
+    done
+    cmp -s "$work/a.tokens" "$work/b.tokens" && echo "the two models say the same: nothing is tested"
+    touch "$work/turning"
+    (
+        while [ -e "$work/turning" ]; do
+            for which in a b; do
+                candle-cache load "$work/small-$which" --name turn --tp 2 --plan "$plan" --device cuda:0,cuda:1 >/dev/null 2>&1
+            done
+        done
+    ) &
+    local turner=$! of_a=0 of_b=0 refused=0 mixed=0
+    for _ in 1 2 3 4 5 6 7 8; do
+        if ! tokens_of "$words" --model turn --tp 2 >"$work/now.tokens"; then refused=$((refused + 1));
+        elif cmp -s "$work/now.tokens" "$work/a.tokens"; then of_a=$((of_a + 1));
+        elif cmp -s "$work/now.tokens" "$work/b.tokens"; then of_b=$((of_b + 1));
+        else mixed=$((mixed + 1)); fi
+    done
+    rm -f "$work/turning"; wait $turner
+    row "starts while the set was replaced all the time" "$of_a of a, $of_b of b, $refused refused, $mixed mixed"
+    stop
+    tail -n 12 "$work/tp.log"
+}
+
 for step in "${steps[@]}"; do
     case $step in
-        check | smollm2 | many | small | quantize | two) "$step" ;; llama) llama8b ;;
+        check | smollm2 | many | small | quantize | models | two | tp) "$step" ;; llama) llama8b ;;
         *) echo "no such step: $step" >&2; exit 2 ;;
     esac
 done

@@ -1,8 +1,6 @@
 //! Sums over GPUs, by NCCL. One thread of a process talks to it.
 
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::WrapErr;
-use candle_core::cuda_backend::cudarc::driver::DeviceSlice;
 use candle_core::cuda_backend::cudarc::nccl::safe::{Comm, Id, ReduceOp};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaStorage, DType, Device, Error, Result, Storage, Tensor, bail};
