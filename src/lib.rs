@@ -22,7 +22,7 @@ pub mod worker;
 
 pub use loader::{
     AttachError, Cast, Dequantized, Detached, FromIpcCache, GetError, HandOff, IpcCache, IpcConfig,
-    MaybeQuantizedEmbedding, MaybeQuantizedLinear, MaybeQuantizedVarBuilder, Mismatch, OptionError,
-    Proof, QuantizedVarBuilder, Report, Took,
+    MaybeQuantizedEmbedding, MaybeQuantizedLinear, MaybeQuantizedVarBuilder, Mismatch, Naming,
+    OptionError, Proof, QuantizedVarBuilder, Renaming, Report, Took, Unasked,
 };
 pub use trace::{Trace, TraceError};

@@ -491,15 +491,41 @@ impl Manifest {
 
     /// Index of the tensor that `name`, a tensor's own name or an alias, stands for.
     pub fn find(&self, name: &str) -> Option<usize> {
-        match self.tensors.binary_search_by(|t| t.name.as_str().cmp(name)) {
+        self.position(name).map(|at| self.tensor_at(at))
+    }
+
+    /// Where `name` stands among [`Manifest::names`].
+    pub fn position(&self, name: &str) -> Option<usize> {
+        let tensors = &self.tensors;
+        match tensors.binary_search_by(|t| t.name.as_str().cmp(name)) {
             Ok(i) => Some(i),
             Err(_) => {
-                let i = self
-                    .aliases
-                    .binary_search_by(|a| a.name.as_str().cmp(name))
-                    .ok()?;
-                Some(self.aliases[i].tensor as usize)
+                let aliases = &self.aliases;
+                let found = aliases.binary_search_by(|a| a.name.as_str().cmp(name));
+                found.ok().map(|i| tensors.len() + i)
             }
+        }
+    }
+
+    /// Index of the tensor that the name at this position stands for.
+    ///
+    /// # Panics
+    /// When there is no such position.
+    pub fn tensor_at(&self, position: usize) -> usize {
+        match position.checked_sub(self.tensors.len()) {
+            None => position,
+            Some(alias) => self.aliases[alias].tensor as usize,
+        }
+    }
+
+    /// The name at this position.
+    ///
+    /// # Panics
+    /// When there is no such position.
+    pub fn name_at(&self, position: usize) -> &str {
+        match position.checked_sub(self.tensors.len()) {
+            None => &self.tensors[position].name,
+            Some(alias) => &self.aliases[alias].name,
         }
     }
 

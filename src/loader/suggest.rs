@@ -32,16 +32,13 @@ impl Names {
         }
     }
 
-    /// What to say beside "cannot find tensor `asked`". Worked out when it is displayed, because
-    /// models that try one name after another throw most of these away.
-    pub(super) fn hint(self: &Arc<Self>, asked: &str) -> Hint {
-        let end = (0..=COMPARED.min(asked.len()))
-            .rev()
-            .find(|i| asked.is_char_boundary(*i))
-            .unwrap_or(0);
+    /// What to say beside "cannot find tensor `called`", which is `asked` in the checkpoint. Worked out when it is
+    /// displayed, because models that try one name after another throw most of these away.
+    pub(super) fn hint(self: &Arc<Self>, asked: &str, called: &str) -> Hint {
         Hint {
             names: self.clone(),
-            asked: asked[..end].to_string(),
+            asked: shortened(asked).to_string(),
+            called: (called != asked).then(|| shortened(called).to_string()),
         }
     }
 
@@ -107,11 +104,7 @@ impl Names {
     }
 
     fn name(&self, i: u32) -> &str {
-        let (i, tensors) = (i as usize, &self.manifest.tensors);
-        match tensors.get(i) {
-            Some(t) => &t.name,
-            None => &self.manifest.aliases[i - tensors.len()].name,
-        }
+        self.manifest.name_at(i as usize)
     }
 
     /// The held name that a missing output head is tied to in models that tie it.
@@ -126,6 +119,15 @@ impl Names {
             .iter()
             .find_map(|embedding| self.manifest.names().find(|name| is_tail(name, embedding)))
     }
+}
+
+/// As much of a name as is compared.
+fn shortened(name: &str) -> &str {
+    let end = (0..=COMPARED.min(name.len()))
+        .rev()
+        .find(|i| name.is_char_boundary(*i))
+        .unwrap_or(0);
+    &name[..end]
 }
 
 /// Everything before the last dot, and the dot.
@@ -176,12 +178,17 @@ fn heads<'a>(asked: &'a str, held: &'a str) -> (&'a str, &'a str) {
 pub(super) struct Hint {
     names: Arc<Names>,
     asked: String,
+    /// What the model calls it, where that is something else.
+    called: Option<String>,
 }
 
 impl fmt::Display for Hint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let asked = &self.asked;
         write!(f, "the cache holds no tensor `{asked}`")?;
+        if let Some(called) = &self.called {
+            write!(f, " (asked for as `{called}`)")?;
+        }
         let near = self.names.nearest(asked);
         match near.split_first() {
             None => write!(f, ", nor one with a name like it")?,
