@@ -10,6 +10,7 @@ pub mod doctor;
 pub mod key;
 pub mod loader;
 pub mod manifest;
+mod meta_model;
 pub mod protocol;
 #[cfg(feature = "cli")]
 pub mod quantize;
@@ -21,8 +22,9 @@ pub mod trace;
 pub mod worker;
 
 pub use loader::{
-    AttachError, Cast, Dequantized, Detached, FromIpcCache, GetError, HandOff, IpcCache, IpcConfig,
-    MaybeQuantizedEmbedding, MaybeQuantizedLinear, MaybeQuantizedVarBuilder, Mismatch, Naming,
-    OptionError, Proof, QuantizedVarBuilder, Renaming, Report, Took, Unasked,
+    AttachError, BuildError, Cast, Dequantized, Detached, FromIpcCache, GetError, HandOff,
+    IpcCache, IpcConfig, MaybeQuantizedEmbedding, MaybeQuantizedLinear, MaybeQuantizedVarBuilder,
+    Mismatch, Naming, OptionError, Proof, QuantizedVarBuilder, Renaming, Report, Took, Unasked,
+    Unmet,
 };
 pub use trace::{Trace, TraceError};

@@ -19,19 +19,23 @@ use crate::tensors;
 
 mod asked;
 mod backend;
+mod build;
 mod config;
 mod connect;
 mod error;
+mod fit;
 mod identity;
 mod lease;
 mod maybe_quantized;
 mod naming;
 mod quantized;
+mod reload;
 mod report;
 mod size;
 mod suggest;
 mod weights;
 
+pub use build::{BuildError, Misshapen, Missing, Mistyped, Unmet};
 pub use config::{IpcConfig, OPTIONS, OptionError};
 pub use error::{AttachError, GetError, Tried};
 pub use identity::{Mismatch, Proof};
@@ -41,6 +45,9 @@ pub use maybe_quantized::{
 pub use naming::{Naming, Renaming};
 pub use quantized::QuantizedVarBuilder;
 pub use report::{Cast, Dequantized, HandOff, Report, Took, Unasked};
+
+pub(crate) use backend::Terms;
+pub(crate) use suggest::Names;
 
 use lease::Lease;
 use weights::Weights;

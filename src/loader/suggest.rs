@@ -19,7 +19,7 @@ const SIMILAR: f64 = 0.5;
 
 /// Every name of a manifest, in orders that make near ones neighbours.
 #[derive(Debug)]
-pub(super) struct Names {
+pub(crate) struct Names {
     manifest: Arc<Manifest>,
     by_tail: OnceLock<Vec<u32>>,
 }
@@ -42,17 +42,23 @@ impl Names {
         }
     }
 
-    /// The held names nearest to `asked`, best first, at most [`OFFERED`].
-    fn nearest(&self, asked: &str) -> Vec<&str> {
-        let mut near: Vec<&str> = Vec::with_capacity(6 * WINDOW);
+    pub(super) fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// The positions of the held names that share the longest endings with `asked`, and of some others.
+    pub(super) fn ending_like(&self, asked: &str) -> impl Iterator<Item = usize> {
         let by_tail = self.by_tail();
         let at = by_tail.partition_point(|i| reversed(self.name(*i), asked).is_lt());
+        let around = at.saturating_sub(WINDOW)..by_tail.len().min(at + WINDOW);
+        by_tail[around].iter().map(|i| *i as usize)
+    }
+
+    /// The held names nearest to `asked`, best first, at most [`OFFERED`].
+    pub(super) fn nearest(&self, asked: &str) -> Vec<&str> {
+        let mut near: Vec<&str> = Vec::with_capacity(6 * WINDOW);
         let around = |at: usize, len: usize| at.saturating_sub(WINDOW)..len.min(at + WINDOW);
-        near.extend(
-            by_tail[around(at, by_tail.len())]
-                .iter()
-                .map(|i| self.name(*i)),
-        );
+        near.extend(self.ending_like(asked).map(|at| self.manifest.name_at(at)));
         let tensors = &self.manifest.tensors;
         let at = tensors.partition_point(|t| t.name.as_str() < asked);
         near.extend(
@@ -108,7 +114,7 @@ impl Names {
     }
 
     /// The held name that a missing output head is tied to in models that tie it.
-    fn tied(&self, asked: &str) -> Option<&str> {
+    pub(super) fn tied(&self, asked: &str) -> Option<&str> {
         if !["lm_head.weight", "output.weight"]
             .iter()
             .any(|head| is_tail(asked, head))
@@ -162,7 +168,7 @@ fn likeness(asked: &str, held: &str) -> f64 {
 }
 
 /// What stands before the longest tail of whole segments that both names share, dots included.
-fn heads<'a>(asked: &'a str, held: &'a str) -> (&'a str, &'a str) {
+pub(super) fn heads<'a>(asked: &'a str, held: &'a str) -> (&'a str, &'a str) {
     let mut shared = 0;
     for (a, b) in asked.rsplit('.').zip(held.rsplit('.')) {
         if a != b {
