@@ -593,3 +593,37 @@ fn codec() -> impl bincode::config::Config {
         .with_fixed_int_encoding()
         .with_limit::<MAX_TABLE_BYTES>()
 }
+
+#[cfg(test)]
+impl Manifest {
+    /// A table of tensors that lie nowhere, for whatever needs their names, types and shapes alone.
+    pub(crate) fn of_shapes(tensors: &[(&str, ElementType, &[u64])]) -> Self {
+        let entry = |(name, element, shape): &(&str, ElementType, &[u64])| TensorEntry {
+            name: (*name).into(),
+            element: *element,
+            shape: shape.to_vec(),
+            slab: 0,
+            offset: 0,
+            bytes: element.bytes(shape).expect("whole blocks"),
+            source: Digest::default(),
+            stored: Digest::default(),
+        };
+        let mut tensors: Vec<_> = tensors.iter().map(entry).collect();
+        tensors.sort_by(|a, b| a.name.cmp(&b.name));
+        Self {
+            key: Key {
+                model: "m".into(),
+                dtype: "stored".into(),
+                recipe: "none".into(),
+                format: FORMAT_VERSION,
+                sources: Vec::new(),
+            },
+            root: Digest::default(),
+            slabs: Vec::new(),
+            tensors,
+            aliases: Vec::new(),
+            attributes: Vec::new(),
+            files: Vec::new(),
+        }
+    }
+}

@@ -16,8 +16,11 @@ use crate::loader::Renaming;
 
 mod backend;
 mod table;
+#[cfg(test)]
+mod tests;
 
-pub(crate) use backend::{Answers, Outcome, Run};
+pub(crate) use backend::said;
+use backend::{Answers, Outcome, Run};
 pub(crate) use table::{Fault, Item, Table};
 
 /// A constructor, whose model is of no interest.
@@ -62,7 +65,7 @@ pub(crate) struct Findings {
     pub(crate) fitted: Vec<String>,
     /// What is wrong beside that, in the order of the requests.
     pub(crate) faults: Vec<Fault>,
-    /// Other shapes in which a tensor was asked for in vain.
+    /// All shapes in which a tensor was asked for in vain, where they are several.
     pub(crate) shapes: HashMap<String, Vec<Vec<usize>>>,
     /// Why there may be more.
     pub(crate) incomplete: Option<String>,
@@ -115,10 +118,7 @@ pub(crate) fn trace(
         findings.fit = way.answers.fit;
     }
     findings.faults = way.faults;
-    search.shapes.retain(|name, shapes| {
-        let listed = findings.faults.iter().any(|f| f.name == *name);
-        listed && shapes.len() > 1
-    });
+    search.shapes.retain(|_, shapes| shapes.len() > 1);
     findings.shapes = search.shapes;
     findings
 }
@@ -211,7 +211,9 @@ impl Search<'_> {
             run: open,
         };
         let mut classes: Vec<(String, Vec<Item>)> = Vec::new();
-        for fault in &way.faults {
+        // What nobody knows a shape for was not given, and cannot be taken away.
+        let given = way.run.given();
+        for fault in way.faults.iter().filter(|f| given.contains(&f.item())) {
             let class = fault.class();
             match classes.iter_mut().find(|(known, _)| *known == class) {
                 Some((_, items)) => items.push(fault.item()),

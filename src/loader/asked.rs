@@ -241,3 +241,63 @@ impl IpcCache {
         self.shared.asked.trace(&self.shared.manifest)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shard_is_recorded_with_its_dtype_and_counts_as_asked() {
+        let shapes: [(&str, ElementType, &[u64]); 3] = [
+            ("a", ElementType::BF16, &[4, 2]),
+            ("b", ElementType::BF16, &[4, 2]),
+            ("c", ElementType::BF16, &[4, 2]),
+        ];
+        let manifest = Manifest::of_shapes(&shapes);
+        let asked = Asked::new(&manifest);
+        let hint = |dim, rank| ShardHint { dim, rank, size: 2 };
+        for _ in 0..2 {
+            asked.sharded(0, DType::F32, hint(1, 0));
+            asked.sharded(0, DType::F32, hint(0, 1));
+            asked.note(1, Way::Plain(DType::BF16));
+            asked.note(0, Way::Lookup);
+        }
+        let request = |name: &str, shape: Option<&[u64]>, dtype, shard| Request {
+            name: name.into(),
+            shape: shape.map(<[u64]>::to_vec),
+            dtype: Some(dtype),
+            shard,
+        };
+        let trace = asked.trace(&manifest);
+        let expected = [
+            request("a", None, ElementType::F32, Some(hint(0, 1))),
+            request("a", None, ElementType::F32, Some(hint(1, 0))),
+            request("b", Some(&[4, 2]), ElementType::BF16, None),
+        ];
+        assert_eq!(trace.tensors, expected);
+        assert!(trace.lookups.is_empty());
+        assert_eq!(asked.unasked(&manifest).names, ["c"]);
+    }
+
+    #[test]
+    fn misses_are_kept_up_to_a_limit() {
+        let manifest = Manifest::of_shapes(&[("a", ElementType::F32, &[1])]);
+        let asked = Asked::new(&manifest);
+        for i in 0..MAX_MISSES + 10 {
+            asked.missed(&format!("n{i}"));
+        }
+        assert_eq!(asked.trace(&manifest).lookups.len(), MAX_MISSES);
+    }
+
+    #[test]
+    fn every_dtype_has_a_bit_of_its_own() {
+        let bits = DTYPES.iter().fold(0, |bits, (dtype, element)| {
+            let bit = dtype_bit(*dtype);
+            assert_eq!(bits & bit, 0);
+            assert_eq!(dtypes(bit).collect::<Vec<_>>(), [Some(*element)]);
+            bits | bit
+        });
+        assert_eq!(bits.count_ones(), 14);
+        assert_eq!(dtypes(1 << 15).collect::<Vec<_>>(), [None]);
+    }
+}

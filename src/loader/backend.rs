@@ -44,8 +44,8 @@ impl SimpleBackend for Backend {
 /// On which terms plain requests are answered.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms {
-    pub(super) strict: bool,
-    pub(super) dequantize: bool,
+    pub(crate) strict: bool,
+    pub(crate) dequantize: bool,
 }
 
 impl Terms {

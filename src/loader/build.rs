@@ -1,6 +1,7 @@
 //! Building a model, and one error that lists all that stands between the model and the weights: [`BuildError`].
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use candle_core::DType;
 use candle_nn::VarBuilder;
@@ -120,7 +121,7 @@ pub struct Missing {
     pub stored_name: String,
     /// The shape that was asked for; `None`: any.
     pub shape: Option<Vec<usize>>,
-    /// Names that are there and like it, the nearest first.
+    /// Names that are there and like it, the nearest first; worked out for the first 64 tensors.
     pub nearest: Vec<String>,
     /// The embedding that stands for it in models with tied embeddings.
     pub tied: Option<String>,
@@ -185,10 +186,13 @@ impl Unmet {
                 mistyped,
             } = fault;
             if missing {
-                let nearest = shared.names.nearest(&stored_name).into_iter();
+                let shown = unmet.missing.len() < SHOWN;
+                let nearest = shown.then(|| shared.names.nearest(&stored_name));
+                let nearest = nearest.into_iter().flatten();
+                let tied = shown.then(|| shared.names.tied(&stored_name)).flatten();
                 unmet.missing.push(Missing {
                     nearest: nearest.map(str::to_string).collect(),
-                    tied: shared.names.tied(&stored_name).map(str::to_string),
+                    tied: tied.map(str::to_string),
                     name,
                     stored_name,
                     shape,
@@ -335,30 +339,45 @@ impl IpcCache {
     /// # Ok(()) }
     /// ```
     ///
-    /// Only if that fails, `build` is called again, some times, with builders on the CPU whose tensors have a shape
-    /// and no values, to find out all that is wrong; what it then returns is dropped. Its side effects happen as
-    /// often. Where it panics then, the list of what is wrong ends there (and the process, if it was built with
-    /// `panic = "abort"`). These runs end after 5 s, or when this process has grown by 2 GiB.
+    /// Only if that fails, by an error or a panic, `build` is called again, some times, with builders on the CPU whose
+    /// tensors have a shape and no values, to find out all that is wrong; what it then returns is dropped. Its side
+    /// effects happen as often. These runs print no panics, end when this process has grown by 2 GiB, and no further
+    /// one begins after 5 s.
     ///
     /// # Errors
     /// [`BuildError::Unmet`] lists everything that is missing, misshapen and mistyped, and the prefixes that fit;
     /// [`BuildError::Constructor`] has the error of a constructor that fails for another reason. candle's first error
     /// is the source of both.
+    ///
+    /// # Panics
+    /// When `build` panics and nothing that it asks for is found to be wrong. A process that was built with
+    /// `panic = "abort"` ends at any panic of `build`.
     pub fn build<M>(
         &self,
         dtype: DType,
         build: impl Fn(VarBuilder<'static>) -> candle_core::Result<M>,
     ) -> Result<M, BuildError> {
-        let first = match build(self.var_builder(dtype)) {
-            Ok(model) => return Ok(model),
-            Err(e) => Box::new(e),
+        // Many constructors unwrap what they load, so that a panic is an error like any other.
+        let ended = catch_unwind(AssertUnwindSafe(|| build(self.var_builder(dtype))));
+        let (first, panic) = match ended {
+            Ok(Ok(model)) => return Ok(model),
+            Ok(Err(e)) => (e, None),
+            Err(panic) => {
+                let said = meta_model::said(&*panic);
+                let error = candle_core::Error::Msg(format!("the constructor panicked: {said}"));
+                (error, Some(panic))
+            }
         };
+        let first = Box::new(first);
         let shared = &*self.shared;
         let limits = Limits::default();
         let findings = meta_model::trace(shared.table(), dtype, limits, &|vb| build(vb).map(drop));
         let unmet = Unmet::of(shared, findings);
         let entry = shared.report.entry.clone();
         if unmet.is_empty() {
+            if let Some(panic) = panic {
+                resume_unwind(panic);
+            }
             return Err(BuildError::Constructor {
                 entry,
                 source: first,

@@ -64,12 +64,6 @@ impl IpcCache {
         };
         let mut changes = Vec::with_capacity(vars.len());
         for (name, var) in vars {
-            if !var.is_contiguous() {
-                let source = candle_core::Error::CannotSetVar {
-                    msg: "it is not contiguous",
-                };
-                return Err(failed(name, source, true));
-            }
             let value = shared
                 .locate(name)
                 .and_then(|found| shared.plain(found.index, var.dtype(), var.device()))

@@ -25,7 +25,7 @@ pub(crate) struct Names {
 }
 
 impl Names {
-    pub(super) fn new(manifest: Arc<Manifest>) -> Self {
+    pub(crate) fn new(manifest: Arc<Manifest>) -> Self {
         Self {
             manifest,
             by_tail: OnceLock::new(),
@@ -237,8 +237,9 @@ fn write_prefix(f: &mut fmt::Formatter<'_>, asked: &str, best: &str, common: &st
         return Ok(());
     }
     write!(f, "; every name in the cache begins with `{common}`")?;
+    // The head that fits may be shorter than what all names have in common.
     if wrong.is_empty() {
-        write!(f, ": use `.pp(\"{}\")`", common.trim_end_matches('.'))?;
+        write!(f, ": use `IpcConfig::prefix(\"{right}\")`")?;
     }
     Ok(())
 }

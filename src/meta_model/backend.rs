@@ -1,9 +1,11 @@
 //! Tensors that have a shape and nothing else, for one run of a constructor.
 //! Each is one zero, broadcast: it costs nothing until somebody makes it contiguous, so that growth is watched.
 
+use std::any::Any;
+use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, Error, Result, Shape, Storage, Tensor};
@@ -100,13 +102,19 @@ struct Met {
 }
 
 impl Run {
-    /// What was given though the cache would not.
+    /// What the cache would not have given.
     pub(crate) fn faults(&self) -> Vec<Fault> {
         self.all_faults().cloned().collect()
     }
 
     pub(crate) fn all_faults(&self) -> impl Iterator<Item = &Fault> {
         self.faults.iter().map(|met| &met.fault)
+    }
+
+    /// What was given though the cache would not.
+    pub(crate) fn given(&self) -> HashSet<Item> {
+        let given = self.faults.iter().filter(|met| met.given);
+        given.map(|met| met.fault.item()).collect()
     }
 
     /// How many were not given.
@@ -140,20 +148,49 @@ pub(crate) fn run(
     // On the CPU whatever the engine's device: what a constructor makes of these is of no use to anybody.
     let vb = VarBuilder::from_backend(backend, dtype, Device::Cpu);
     // What a constructor that panics leaves broken is its own, and the closure is not used after the search.
-    let ended = catch_unwind(AssertUnwindSafe(|| build(vb)));
+    let ended = quietly(|| catch_unwind(AssertUnwindSafe(|| build(vb))));
     let mut state = inner.lock();
     let mut run = std::mem::take(&mut state.run);
     run.outcome = match (state.stopped.take(), ended) {
         (Some(why), _) => Outcome::Stopped(why),
         (None, Ok(Ok(()))) => Outcome::Done,
         (None, Ok(Err(e))) => Outcome::Failed(e.to_string()),
-        (None, Err(panic)) => {
-            let text = panic.downcast_ref::<String>().map(String::as_str);
-            let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-            Outcome::Panicked(text.unwrap_or("without a word").to_string())
-        }
+        (None, Err(panic)) => Outcome::Panicked(said(&*panic).to_string()),
     };
     run
+}
+
+/// What a panic said.
+pub(crate) fn said(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    text.unwrap_or("without a word")
+}
+
+thread_local! {
+    static QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `work` without printing what panics on this thread.
+///
+/// Many constructors unwrap what they load: each refusal would print a panic that means nothing to anybody.
+fn quietly<T>(work: impl FnOnce() -> T) -> T {
+    static HOOK: Once = Once::new();
+    // A hook cannot be replaced while a thread unwinds.
+    if !std::thread::panicking() {
+        HOOK.call_once(|| {
+            let before = std::panic::take_hook();
+            std::panic::set_hook(Box::new(move |info| {
+                if !QUIET.get() {
+                    before(info);
+                }
+            }));
+        });
+    }
+    let before = QUIET.replace(true);
+    let result = work();
+    QUIET.set(before);
+    result
 }
 
 struct Inner {
