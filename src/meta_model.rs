@@ -148,7 +148,7 @@ impl Search<'_> {
             };
         }
         let fit = self.table.fit(&faults, &open.asked);
-        let mut best: Option<Way> = None;
+        let mut fitted = None;
         if !fit.is_empty() {
             let run = self.run(&Answers {
                 fit: fit.clone(),
@@ -156,27 +156,30 @@ impl Search<'_> {
             });
             let way = self.reduced(run, fit.clone(), None);
             // A prefix that leaves as much to be wrong does not fit.
-            if way.answers.fit.len() + way.faults.len() < faults.len() {
-                best = Some(way);
+            fitted = Some(way).filter(|way| way.cost().1 < faults.len());
+        }
+        let mut best = match fitted {
+            Some(fitted) if faults.len() > FEW => fitted,
+            fitted => {
+                let way = self.reduced(open, Vec::new(), None);
+                let better = fitted.filter(|fitted| fitted.cost() <= way.cost());
+                better.unwrap_or(way)
             }
-        }
-        if best.is_none() || faults.len() <= FEW {
-            let way = self.reduced(open, Vec::new(), None);
-            keep_better(&mut best, way);
-        }
-        for fit in [Vec::new(), fit] {
-            let cost = best.as_ref().map_or((true, 0), Way::cost);
-            let bound = if cost.0 {
+        };
+        let mut fits = vec![Vec::new(), fit];
+        fits.dedup();
+        for fit in fits {
+            let (unfinished, cost) = best.cost();
+            let most = if unfinished {
                 FEW
             } else {
-                cost.1.saturating_sub(1)
+                cost.saturating_sub(1)
             };
-            if let Some(way) = self.last_branch(fit, bound.min(FEW)) {
-                keep_better(&mut best, way);
+            let way = self.last_branch(fit, most.min(FEW));
+            if let Some(way) = way.filter(|way| way.cost() < best.cost()) {
+                best = way;
             }
         }
-        // Set above: one of the two branches ran.
-        let mut best = best.unwrap_or_else(|| unreachable!("a way was found"));
         let lookups = std::mem::take(&mut best.run.lookups);
         for name in lookups.into_iter().take(LOOKUPS) {
             if best.cost() <= (false, 1) || self.spent() {
@@ -307,11 +310,5 @@ impl Search<'_> {
     fn spent(&mut self) -> bool {
         self.cut |= self.runs >= self.limits.runs || Instant::now() >= self.end;
         self.cut
-    }
-}
-
-fn keep_better(best: &mut Option<Way>, way: Way) {
-    if best.as_ref().is_none_or(|best| way.cost() < best.cost()) {
-        *best = Some(way);
     }
 }

@@ -45,8 +45,8 @@ pub struct Report {
     /// How the names that are asked for become the checkpoint's.
     pub naming: Naming,
     /// Bytes of tensors that were served in place and that nobody refers to any more, counted when the report is
-    /// made. After a model is built: what its constructor made something else of, or only looked at. After its first
-    /// forward: that of the forward too.
+    /// made. After a model is built: what its constructor made something else of, or only looked at, and what was
+    /// converted for it ([`Report::casts`]). After its first forward: what that let go too.
     ///
     /// `None` where it cannot be known: on the host, where a plain tensor is a copy already ([`Report::copied_bytes`]),
     /// and of copies.
