@@ -8,10 +8,12 @@ use candle_core::{DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::var_builder::{Backend, Shard, VarBuilderArgs};
 
 use super::Shared;
+use super::asked::Way;
 use super::error::GetError;
 use crate::manifest::TensorEntry;
 use crate::shard::{Cut, CutError, Part, slice};
 use crate::tensors::{TensorPart, shape_of};
+use crate::trace::ShardHint;
 
 /// A `VarBuilder` whose hints are [`Shard`]s: see [`IpcCache::sharded`](super::IpcCache::sharded).
 pub type ShardedVarBuilder<'a> = VarBuilderArgs<'a, ShardedWeights>;
@@ -40,7 +42,44 @@ impl Backend for ShardedWeights {
         device: &Device,
     ) -> Result<Tensor> {
         let shared = &self.0;
-        let index = shared.find(name)?;
+        let found = shared.locate(name)?;
+        let tensor = self.slice(found.index, &wanted, name, hint, dtype, device)?;
+        if hint.world_size == 1 {
+            shared.asked.note(found.position, Way::Plain(dtype));
+            return Ok(tensor);
+        }
+        let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let hint = ShardHint {
+            dim: number(hint.dim),
+            rank: number(hint.rank),
+            size: number(hint.world_size),
+        };
+        shared.asked_shard(name, dtype, hint);
+        Ok(tensor)
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> Result<Tensor> {
+        candle_core::bail!(
+            "`get_unchecked` of `{name}` says for no rank: with shard hints, use `get`"
+        )
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.0.contains(name)
+    }
+}
+
+impl ShardedWeights {
+    fn slice(
+        &self,
+        index: usize,
+        wanted: &Shape,
+        name: &str,
+        hint: Shard,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let shared = &self.0;
         let entry = &shared.manifest.tensors[index];
         if let Some(dim) = entry.cut {
             let held = shared.manifest.key.shard.tp;
@@ -57,22 +96,12 @@ impl Backend for ShardedWeights {
             return shared.plain(index, None, dtype, device);
         }
         if hint.world_size == 1 {
-            shared.plain_dtype(entry)?;
-            shared.check_shape(name, &wanted, shape_of(entry)?)?;
+            shared.terms.plain_dtype(entry)?;
+            shared.check_shape(name, wanted, shape_of(entry)?)?;
             return shared.plain(index, None, dtype, device);
         }
         let part = part(name, entry, hint)?;
         shared.plain(index, Some(&part), dtype, device)
-    }
-
-    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> Result<Tensor> {
-        candle_core::bail!(
-            "`get_unchecked` of `{name}` says for no rank: with shard hints, use `get`"
-        )
-    }
-
-    fn contains_tensor(&self, name: &str) -> bool {
-        self.0.manifest.find(name).is_some()
     }
 }
 

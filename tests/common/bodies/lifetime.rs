@@ -127,3 +127,35 @@ pub(crate) fn sixty_four_engines_attach_at_the_same_moment(place: &Place) {
         }
     });
 }
+
+pub(crate) fn what_was_served_in_place_and_is_held_by_nobody_is_counted_as_let_go(place: &Place) {
+    let model = Model::new("m")
+        .floats("a", &[4], &[1., 2., 3., 4.])
+        .floats("b", &[8], &[0.; 8])
+        .tensor("q", ElementType::Q8_0, &[1, 32], vec![0; 34]);
+    let daemon = place.serve(model);
+    let cache = place.attach(&daemon);
+    let let_go = |bytes: u64| {
+        let expected = place.serves_in_place().then_some(bytes);
+        assert_eq!(cache.report().let_go, expected);
+    };
+    let vb = cache.var_builder(DType::F32);
+    let_go(0);
+    let a = vb.get(4, "a").unwrap();
+    let b = vb.get(8, "b").unwrap();
+    let view = b.narrow(0, 2, 2).unwrap();
+    drop(b);
+    let_go(0);
+    drop(view);
+    let_go(32);
+    // One of two is held; and what is asked for again is back.
+    drop(vb.get(4, "a").unwrap());
+    let b = vb.get(8, "b").unwrap();
+    let_go(0);
+    drop((a, b));
+    let_go(48);
+    let q = cache.quantized().get_no_shape("q").unwrap();
+    let_go(48);
+    drop(q);
+    let_go(48 + 34);
+}

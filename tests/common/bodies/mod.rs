@@ -62,6 +62,7 @@ macro_rules! each_body {
                 detaching_says_goodbye_and_what_is_still_alive
                 the_lease_lasts_as_long_as_a_tensor_reads_shared_memory
                 one_line_gives_a_builder_that_holds_the_lease
+                what_was_served_in_place_and_is_held_by_nobody_is_counted_as_let_go
                 sixty_four_engines_attach_at_the_same_moment
             }
         }
