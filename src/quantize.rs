@@ -36,12 +36,19 @@ impl Quantize {
         }
     }
 
-    /// What it adds to an entry's [`crate::key::Key`]: the recipe in its canonical spelling, and the digest of the
-    /// importance matrix.
+    /// What it adds to an entry's [`crate::key::Key`]: the recipe in its canonical spelling, and everything else that
+    /// decides which bytes come out, or whether they may.
     pub fn canonical(&self) -> String {
-        match &self.imatrix {
-            Some(imatrix) => format!("{}; imatrix {}", self.recipe, imatrix.digest()),
-            None => self.recipe.to_string(),
+        let mut text = self.recipe.to_string();
+        if let Some(imatrix) = &self.imatrix {
+            text += &format!("; imatrix {}", imatrix.digest());
         }
+        if self.allow_nonfinite {
+            text += "; nonfinite allowed";
+        }
+        if self.requantize {
+            text += "; requantized";
+        }
+        text
     }
 }

@@ -285,7 +285,7 @@ pub enum WorkerError {
     /// A value that quantization would silently turn into something else.
     #[error(
         "tensor `{name}` holds {value:e} at element {index} (counted from 0, row by row), which {to} {why}: say `{name}=stored` \
-         in the recipe, repair the checkpoint, or give --allow-nonfinite to quantize it all the same"
+         or another type in the recipe, repair the checkpoint, or give --allow-nonfinite to quantize it all the same"
     )]
     Ruined {
         /// The tensor.

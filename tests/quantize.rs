@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{DType, Device, Tensor};
 use candle_ipc_cache::IpcCache;
 use candle_ipc_cache::checkpoint::{Checkpoint, Options};
@@ -256,6 +256,8 @@ fn values_that_no_block_holds_are_refused_with_their_place() {
             // A type with a scale of F32 holds the large ones, and types without blocks hold all.
             let holds = match element {
                 ElementType::Q8K => bad.is_finite(),
+                // What is no number already stays what it is.
+                ElementType::F16 => !bad.is_finite(),
                 ElementType::Q6K => bad == 2e8,
                 _ => !element.is_quantized(),
             };
@@ -282,6 +284,91 @@ fn values_that_no_block_holds_are_refused_with_their_place() {
                 stored(&allowed, "layers.0.up.weight").1 == candles(&tensor, dtype),
                 "{word}"
             );
+        }
+    }
+}
+
+/// Sub-blocks of equal values: candle's q2k, q4k and q5k make zeros of them.
+#[test]
+fn what_candle_loses_is_refused_and_not_published() {
+    let folder = tempfile::tempdir().unwrap();
+    let usual: Vec<f32> = weights(1, &[64, 256], DType::F32)
+        .flatten_all()
+        .unwrap()
+        .to_vec1()
+        .unwrap();
+    let with = |change: &dyn Fn(usize, f32) -> f32| {
+        let values: Vec<f32> = usual
+            .iter()
+            .enumerate()
+            .map(|(i, v)| change(i, *v))
+            .collect();
+        let tensor = Tensor::from_vec(values, (64, 256), &Device::Cpu).unwrap();
+        write(folder.path(), &[("up.weight", &tensor)])
+    };
+    let lost = |word: &str, path: &Path| match load(path, by(word)) {
+        Ok(_) => None,
+        Err(WorkerError::Ruined { index, .. }) => Some(index),
+        Err(other) => panic!("{word}: {other}"),
+    };
+    let constant = with(&|i, v| if (8192..8224).contains(&i) { 0.5 } else { v });
+    for (word, element, _) in types().filter(|(_, element, _)| element.is_quantized()) {
+        let zeros = matches!(word, "q2k" | "q4k" | "q5k");
+        assert_eq!(lost(word, &constant), zeros.then_some(8192), "{word}");
+        assert!(element.is_quantized());
+    }
+    // Small values in a tensor of usual ones are nothing beside them; a tensor of small ones alone is lost as a whole.
+    let path = with(&|i, v| if i < 512 { v * 1e-7 } else { v });
+    for (word, ..) in types() {
+        assert_eq!(lost(word, &path), None, "{word}");
+    }
+    let path = with(&|_, v| v * 1e-6);
+    for word in ["q4k", "q5k", "q6k", "q8_0", "q3k"] {
+        assert!(lost(word, &path).is_some(), "{word}");
+    }
+    // Heavy tails are no loss.
+    let path = with(&|i, v| if i % 97 == 0 { v * 300.0 } else { v * v * v });
+    for (word, ..) in types() {
+        assert_eq!(lost(word, &path), None, "{word}");
+    }
+    // A recipe's floats stay numbers, too.
+    let path = with(&|i, v| if i == 77 { 1e5 } else { v });
+    assert_eq!(lost("f16", &path), Some(77));
+    assert_eq!(lost("bf16", &path), None);
+}
+
+#[test]
+fn columns_that_do_not_matter_at_all_do_not_ruin_the_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let tensor = weights(1, &[4, 8, 512], DType::F32);
+    let path = write(folder.path(), &[("experts", &tensor)]);
+    // One expert that no text reached, and one with a block of columns that nothing passed through.
+    let mut columns = vec![1.0; 4 * 512];
+    columns[512..1024].fill(0.0);
+    columns[1024..1280].fill(0.0);
+    let matrix = Arc::new(imatrix(folder.path(), &[("experts", columns)]).unwrap());
+    for (word, element, dtype) in types().filter(|(w, ..)| w.ends_with('k') && *w != "q8k") {
+        let how = Quantize {
+            imatrix: Some(matrix.clone()),
+            ..by(word)
+        };
+        let loaded = load(&path, how).unwrap();
+        let bytes = stored(&loaded, "experts").1;
+        let storage = QStorage::from_data(bytes.into(), &Device::Cpu, dtype).unwrap();
+        let made = QTensor::new(storage, (4, 8, 512)).unwrap();
+        let made = made.dequantize(&Device::Cpu).unwrap();
+        for expert in 0..4 {
+            let (a, b) = (tensor.get(expert).unwrap(), made.get(expert).unwrap());
+            let square = |t: &Tensor| {
+                t.sqr()
+                    .unwrap()
+                    .mean_all()
+                    .unwrap()
+                    .to_scalar::<f32>()
+                    .unwrap()
+            };
+            let error = square(&(&a - &b).unwrap()) / square(&a);
+            assert!(error < 0.1, "{element}, expert {expert}: {error}");
         }
     }
 }
@@ -467,6 +554,11 @@ fn the_program_plans_what_it_then_loads_and_the_recipe_is_part_of_the_key() {
     // The same recipe in other words is held already; another one is not, and neither is none.
     let again = load(&["--quantize", recipe.to_str().unwrap()]);
     assert_eq!(again["result"], "already loaded");
+    let allowed = load(&["--quantize", text, "--allow-nonfinite"]);
+    assert_ne!(
+        allowed["result"], "already loaded",
+        "what was never allowed is not what was"
+    );
     assert_eq!(load(&["--quantize", "q8_0"])["result"], "loaded");
     assert_eq!(load(&[])["result"], "loaded");
 
@@ -477,7 +569,6 @@ fn the_program_plans_what_it_then_loads_and_the_recipe_is_part_of_the_key() {
             "`lm_haed=q4k` names no tensor",
         ),
         (["--quantize", "nowhere.toml"], "nowhere.toml"),
-        (["--imatrix", "x.dat"], "--quantize"),
     ] {
         let output = daemon.run(&[&["load", path], &args[..]].concat());
         assert!(!output.status.success());

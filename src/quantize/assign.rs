@@ -1,7 +1,7 @@
 //! What a recipe makes of a checkpoint, tensor by tensor, and why. Rules that name nothing, contradict each other or
 //! cannot be followed are errors here, before a byte of a tensor is read.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
 
@@ -90,12 +90,12 @@ pub enum AssignError {
     /// A rule without a tensor.
     #[error(
         "the rule `{rule}` names no tensor of this checkpoint{}: see the names with `candle-cache plan`",
-        .nearest.as_ref().map(|n| format!(" (nearest: `{n}`)")).unwrap_or_default()
+        .nearest.as_deref().unwrap_or_default()
     )]
     NoTensor {
         /// The rule.
         rule: String,
-        /// The name most like its pattern.
+        /// A word on the name that may have been meant.
         nearest: Option<String>,
     },
     /// A rule that names only what cannot be quantized.
@@ -222,6 +222,7 @@ pub fn assign(tensors: &[SourceTensor], how: &Quantize) -> Result<Vec<Assigned>,
     let assigner = Assigner {
         how,
         scales: scales(tensors),
+        packed: packed(tensors),
     };
     let mut outcomes: Vec<Vec<(&SourceTensor, Why)>> = vec![Vec::new(); how.recipe.rules.len()];
     let mut assigned = Vec::with_capacity(tensors.len());
@@ -249,7 +250,7 @@ pub fn assign(tensors: &[SourceTensor], how: &Quantize) -> Result<Vec<Assigned>,
         if tensors.iter().all(|t| !rule.names(&t.name)) {
             return Err(AssignError::NoTensor {
                 rule: rule.to_string(),
-                nearest: pattern::nearest(&rule.pattern, tensors.iter().map(|t| t.name.as_str())),
+                nearest: meant(&rule.pattern, tensors),
             });
         }
         if let Some((tensor, why)) = outcomes.into_iter().next() {
@@ -295,8 +296,10 @@ fn rule_for(rules: &[Rule], tensor: &SourceTensor) -> Result<Option<usize>, Assi
 
 struct Assigner<'a> {
     how: &'a Quantize,
-    /// Names of tensors that scale others, by what they scale.
+    /// Scales, by what they have in common with what they scale.
     scales: HashMap<&'a str, &'a str>,
+    /// What neighbours have in common of which one is packed integers.
+    packed: HashSet<&'a str>,
 }
 
 type Outcome = (Option<ElementType>, Why);
@@ -320,7 +323,7 @@ impl Assigner<'_> {
                 scale: scale.to_string(),
             });
         }
-        if is_scale(tensor) && !exact {
+        if self.belongs_to_packed(tensor) && !exact {
             return Ok((None, Why::Scaled));
         }
         if !self.quantizable(tensor)? {
@@ -352,11 +355,11 @@ impl Assigner<'_> {
             return Ok((None, Why::Default));
         }
         let name = tensor.name.as_str();
-        let left = if self.scale_of(tensor).is_some() || is_scale(tensor) {
+        let left = if self.scale_of(tensor).is_some() || self.belongs_to_packed(tensor) {
             Some(Why::Scaled)
         } else if !self.quantizable(tensor)? {
             Some(Why::NotFloat)
-        } else if tensor.shape.len() < 2 {
+        } else if tensor.shape.len() < 2 || names::is_bias(name) {
             Some(Why::Vector)
         } else if names::is_norm(name) {
             Some(Why::Norm)
@@ -402,26 +405,34 @@ impl Assigner<'_> {
         if !matches!(tensor.element, F8E4M3 | F8E5M2 | F6E2M3 | F6E3M2 | F4) {
             return None;
         }
-        let name = tensor.name.as_str();
-        let parent = name.rsplit_once('.').map(|(parent, _)| parent);
-        let scale = self.scales.get(name);
-        scale.or_else(|| self.scales.get(parent?)).copied()
+        self.scales.get(names::parent(&tensor.name)).copied()
     }
-}
 
-fn is_scale(tensor: &SourceTensor) -> bool {
-    names::scaled_by(&tensor.name).is_some()
+    /// Scales, and what lies beside packed integers: numbers that mean nothing by themselves.
+    fn belongs_to_packed(&self, tensor: &SourceTensor) -> bool {
+        names::is_scale(&tensor.name) || self.packed.contains(names::parent(&tensor.name))
+    }
 }
 
 fn scales(tensors: &[SourceTensor]) -> HashMap<&str, &str> {
     let mut scales = HashMap::new();
-    for tensor in tensors {
-        if let Some(base) = names::scaled_by(&tensor.name) {
-            // Sorted by name: the first of several is the one that is told.
-            scales.entry(base).or_insert(tensor.name.as_str());
-        }
+    for tensor in tensors.iter().filter(|t| names::is_scale(&t.name)) {
+        // Sorted by name: the first of several is the one that is told.
+        let base = names::parent(&tensor.name);
+        scales.entry(base).or_insert(tensor.name.as_str());
     }
     scales
+}
+
+/// Weights are packed into integers of up to 32 bits; indices and masks of those types are no matrices, or not beside
+/// weights.
+fn packed(tensors: &[SourceTensor]) -> HashSet<&str> {
+    use ElementType::{I8, I16, I32, U8, U16, U32};
+    let integers = |t: &&SourceTensor| {
+        matches!(t.element, U8 | I8 | U16 | I16 | U32 | I32) && t.shape.len() >= 2
+    };
+    let parents = tensors.iter().filter(integers);
+    parents.map(|t| names::parent(&t.name)).collect()
 }
 
 /// A better type for a model's two ends, as GGUF files have: best first.
@@ -487,7 +498,7 @@ fn importance(
             });
         }
         did += 1;
-        assigned.importance = Some(columns.clone());
+        assigned.importance = Some(sound(columns, row as usize));
     }
     match (could, did) {
         (0, _) => Err(AssignError::ImatrixUnused { path: path() }),
@@ -497,6 +508,40 @@ fn importance(
         }),
         _ => Ok(()),
     }
+}
+
+/// A word on what a pattern that names nothing may have meant.
+fn meant(pattern: &str, tensors: &[SourceTensor]) -> Option<String> {
+    if let Some(name) = pattern::nearest(pattern, tensors.iter().map(|t| t.name.as_str())) {
+        return Some(format!(" (nearest: `{name}`)"));
+    }
+    let tied = tensors.iter().find(|t| names::is_embedding(&t.name))?;
+    let head = names::is_head(&pattern.replace(['*', '?'], ""));
+    head.then(|| {
+        format!(
+            " (its output head is the embedding, `{}`: name that)",
+            tied.name
+        )
+    })
+}
+
+/// Importances as candle's sums can take them. Where all columns of a row matter not at all (an expert that no text
+/// reached), all matter equally; where some do not, or the values span more than sums in F32 can, each matters at least
+/// a millionth of the most important. Others stay what they are.
+fn sound(columns: &Arc<[f32]>, row: usize) -> Arc<[f32]> {
+    let fine = |v: &f32| (1e-15..=1e15).contains(v);
+    if columns.iter().all(fine) {
+        return columns.clone();
+    }
+    let mut out = Vec::with_capacity(columns.len());
+    for row in columns.chunks(row.max(1)) {
+        let most = row.iter().copied().fold(0f32, f32::max);
+        out.extend(row.iter().map(|v| match most {
+            0.0 => 1.0,
+            _ => (v / most).max(1e-6),
+        }));
+    }
+    out.into()
 }
 
 #[cfg(test)]
@@ -613,16 +658,41 @@ mod tests {
             tensor("a.weight", F8E4M3, &[256, 256]),
             tensor("a.weight_scale_inv", F32, &[256, 256]),
             tensor("b.weight", F8E4M3, &[256, 256]),
-            tensor("c_blocks", ElementType::U8, &[256, 256]),
-            tensor("c_scales", ElementType::U8, &[256, 256]),
+            tensor("c.blocks", ElementType::U8, &[256, 256]),
+            tensor("c.table", F16, &[256, 256]),
+            tensor("d.qscale_weight", F32, &[256, 256]),
+            tensor("d.weight", F8E4M3, &[256, 256]),
+            tensor("e.weight._data", F8E4M3, &[256, 256]),
+            tensor("e.weight._scale", F32, &[256, 256]),
         ];
         assert_eq!(
             by("q8_0", &tensors).expect("a plan"),
-            ["-", "-", "Q8_0", "-", "-"]
+            ["-", "-", "Q8_0", "-", "-", "-", "-", "-", "-"]
         );
         let error = refused("a=q8_0", &tensors);
         assert!(
             error.contains("`a=q8_0`") && error.contains("`a.weight_scale_inv`"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn importances_that_candle_could_not_sum_are_made_sound() {
+        let arc = |v: &[f32]| -> Arc<[f32]> { v.into() };
+        let usual = arc(&[0.5, 2.0, 1e6]);
+        assert!(Arc::ptr_eq(&sound(&usual, 3), &usual), "others stay");
+        assert_eq!(
+            *sound(&arc(&[0.0, 0.0, 4.0, 0.0]), 2),
+            [1.0, 1.0, 1.0, 1e-6]
+        );
+        assert_eq!(*sound(&arc(&[3e38, 3e30]), 2), [1.0, 1e-6]);
+    }
+
+    #[test]
+    fn a_head_that_is_tied_is_told() {
+        let error = refused("lm_head=q6k", &llama()[1..2]);
+        assert!(
+            error.contains("`model.embed_tokens.weight`: name that"),
             "{error}"
         );
     }

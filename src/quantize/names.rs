@@ -10,48 +10,84 @@ fn any_word(name: &str, wanted: &[&str]) -> bool {
     words(name).any(|word| wanted.contains(&word))
 }
 
+/// The name's last two words, lower-case: what the tensor is, and of which layer.
+fn end(name: &str) -> (String, String) {
+    let mut words = name.rsplit('.').map(str::to_ascii_lowercase);
+    let last = words.next().unwrap_or_default();
+    (words.next().unwrap_or_default(), last)
+}
+
 /// Weights of a normalization, and what scales a residual stream.
 pub(super) fn is_norm(name: &str) -> bool {
-    let lower = name.to_ascii_lowercase();
-    lower.contains("norm") || any_word(&lower, &["ln_f", "ln_1", "ln_2", "ln", "layer_scale"])
+    let (layer, last) = end(name);
+    let words = [
+        "ln_f",
+        "ln_1",
+        "ln_2",
+        "ln",
+        "layer_scale",
+        "scale_shift_table",
+        "a_log",
+    ];
+    [layer, last]
+        .iter()
+        .any(|w| w.contains("norm") || words.contains(&w.as_str()))
 }
 
 /// A table of token embeddings.
 pub(super) fn is_embedding(name: &str) -> bool {
+    let (layer, last) = end(name);
     let words_of = [
         "embed_tokens",
+        "embed_tokens_per_layer",
         "token_embd",
+        "per_layer_token_embd",
         "wte",
         "word_embeddings",
         "tok_embeddings",
         "embed_in",
+        "embedding",
+        "embeddings",
+        "emb",
     ];
-    any_word(name, &words_of)
-        || (words(name).any(|w| w == "shared") && name.ends_with("shared.weight"))
+    let is = |word: &str| words_of.contains(&word);
+    is(&layer) || is(&last) || name == "shared.weight" || name.ends_with(".shared.weight")
 }
 
 /// The matrix that makes logits.
 pub(super) fn is_head(name: &str) -> bool {
-    any_word(name, &["lm_head", "embed_out", "output_projection"]) || name == "output.weight"
+    let (layer, last) = end(name);
+    let words_of = ["lm_head", "embed_out", "output_projection", "head"];
+    let is = |word: &str| words_of.contains(&word);
+    is(&layer) || is(&last) || name == "output.weight" || name == "model.output.weight"
 }
 
 /// Tables of positions, segments and relative distances, which are added and not multiplied.
 pub(super) fn is_position(name: &str) -> bool {
     let lower = name.to_ascii_lowercase();
-    lower.contains("position")
-        || lower.contains("pos_embed")
-        || lower.contains("token_type")
-        || lower.contains("token_types")
-        || lower.contains("relative_attention_bias")
-        || any_word(&lower, &["wpe", "rope_freqs"])
+    let parts = [
+        "position",
+        "pos_emb",
+        "rel_pos",
+        "token_type",
+        "relative_attention_bias",
+        "cos_cached",
+        "sin_cached",
+        "inv_freq",
+        "cls_token",
+    ];
+    parts.iter().any(|part| lower.contains(part)) || any_word(&lower, &["wpe", "rope_freqs"])
+}
+
+/// Numbers that are added, one an output.
+pub(super) fn is_bias(name: &str) -> bool {
+    end(name).1 == "bias"
 }
 
 /// The small matrix that chooses experts.
 pub(super) fn is_router(name: &str) -> bool {
-    any_word(
-        name,
-        &["gate", "router", "ffn_gate_inp", "shared_expert_gate"],
-    )
+    let lower = name.to_ascii_lowercase();
+    lower.contains("gate_inp") || any_word(&lower, &["gate", "router", "shared_expert_gate"])
 }
 
 /// A convolution's kernel.
@@ -59,34 +95,17 @@ pub(super) fn is_convolution(name: &str) -> bool {
     name.to_ascii_lowercase().contains("conv")
 }
 
-/// Endings of tensors that scale a low-precision one beside them.
-const SCALES: &[&str] = &[
-    "scale",
-    "scales",
-    "scale_inv",
-    "weight_scale",
-    "weight_scale_inv",
-    "weight_scale_2",
-    "scale_weight",
-    "input_scale",
-    "output_scale",
-    "act_scale",
-    "absmax",
-    "qzeros",
-    "zeros",
-    "zero_point",
-    "g_idx",
-];
+/// Whether the name is one of scales, or of other numbers without which a packed tensor means nothing.
+pub(super) fn is_scale(name: &str) -> bool {
+    let last = end(name).1;
+    ["scale", "absmax", "zero", "g_idx"]
+        .iter()
+        .any(|part| last.contains(part))
+}
 
-/// Whether the name is one of scales, and of what: the part before.
-pub(super) fn scaled_by(name: &str) -> Option<&str> {
-    let (base, last) = name.rsplit_once('.').unwrap_or(("", name));
-    if SCALES.contains(&last) {
-        return Some(base);
-    }
-    // `w1_scale` beside `w1`, `gate_up_proj_scales` beside `gate_up_proj_blocks`.
-    let endings = ["_scale", "_scales", "_scale_inv", "_scale_2"];
-    endings.iter().find_map(|e| name.strip_suffix(e))
+/// What a tensor's neighbours have in common with it: the name up to its last word.
+pub(super) fn parent(name: &str) -> &str {
+    name.rsplit_once('.').map_or("", |(parent, _)| parent)
 }
 
 /// The Hugging Face name of a GGUF tensor of the Llama family: importance matrices are written with GGUF names.
@@ -152,17 +171,22 @@ mod tests {
     }
 
     #[test]
-    fn scales_name_what_they_scale() {
-        for (name, base) in [
-            ("q.weight_scale", Some("q")),
-            ("q.weight_scale_inv", Some("q")),
-            ("model.a.scales", Some("model.a")),
-            ("mlp.gate_up_proj_scales", Some("mlp.gate_up_proj")),
-            ("a.weight", None),
-            ("rescale.weight", None),
+    fn scales_are_told_by_their_last_word() {
+        for (name, scale) in [
+            ("q.weight_scale", true),
+            ("q.weight_scale_inv", true),
+            ("wq.qscale_weight", true),
+            ("q_proj.weight._scale", true),
+            ("model.a.scales", true),
+            ("mlp.gate_up_proj_scales", true),
+            ("a.qzeros", true),
+            ("a.weight", false),
+            ("rescale.weight", false),
         ] {
-            assert_eq!(scaled_by(name), base, "{name}");
+            assert_eq!(is_scale(name), scale, "{name}");
         }
+        assert_eq!(parent("a.b.weight"), "a.b");
+        assert_eq!(parent("weight"), "");
     }
 
     #[test]

@@ -16,6 +16,9 @@ const MAX_RULES: usize = 4096;
 /// Most bytes of a recipe's text: it travels in every entry's key.
 const MAX_TEXT: usize = 16 << 10;
 
+/// Most bytes of a pattern: it is compared with every tensor's name.
+const MAX_PATTERN: usize = 256;
+
 /// The words for types, in the order in which help and errors list them.
 pub const TYPES: &[(&str, Target)] = &[
     ("stored", Target::Stored),
@@ -94,7 +97,7 @@ pub struct Recipe {
 #[non_exhaustive]
 pub enum RecipeError {
     /// No such type.
-    #[error("there is no type `{text}`; there are: {}", TYPES.iter().map(|t| t.0).collect::<Vec<_>>().join(", "))]
+    #[error("there is no type `{text}`{}; there are: {}", mix(.text), TYPES.iter().map(|t| t.0).collect::<Vec<_>>().join(", "))]
     Type {
         /// The word.
         text: String,
@@ -124,6 +127,15 @@ pub enum RecipeError {
         first: String,
         /// What the second asks for.
         second: String,
+    },
+    /// A pattern that could not be told from a rule's other parts, or is too long to be one.
+    #[error(
+        "`{pattern}` is no pattern: it must have 1 to {MAX_PATTERN} bytes, none of them `,` or `=`, a line's end or another \
+         control character, and no space at its ends"
+    )]
+    Pattern {
+        /// The pattern, escaped.
+        pattern: String,
     },
     /// Nothing in it.
     #[error(
@@ -183,8 +195,11 @@ impl Recipe {
     /// # Errors
     /// Names the rule that is wrong.
     pub fn from_argument(text: &str) -> Result<Self, RecipeError> {
-        if text.ends_with(".toml") && !text.contains('=') {
-            Self::from_file(Path::new(text))
+        let path = Path::new(text);
+        let ending = path.extension().and_then(|e| e.to_str());
+        let named = ending.is_some_and(|e| e.eq_ignore_ascii_case("toml"));
+        if (named && !text.contains('=')) || path.is_file() {
+            Self::from_file(path)
         } else {
             text.parse()
         }
@@ -228,6 +243,17 @@ impl Recipe {
         let mut default: Option<Choice> = None;
         let mut rules: BTreeMap<String, Choice> = BTreeMap::new();
         for (pattern, text) in parts {
+            let odd = |c: char| c == ',' || c == '=' || c.is_control();
+            if pattern.is_empty()
+                || pattern.len() > MAX_PATTERN
+                || pattern.trim() != pattern
+                || pattern.contains(odd)
+            {
+                let shown: String = pattern.chars().take(MAX_PATTERN).collect();
+                return Err(RecipeError::Pattern {
+                    pattern: shown.escape_debug().to_string(),
+                });
+            }
             let choice = choice(&text).map_err(|e| RecipeError::Rule {
                 rule: format!("{pattern}={text}"),
                 source: Box::new(e),
@@ -326,6 +352,16 @@ impl Rule {
     }
 }
 
+/// A word on names that people know from llama.cpp.
+fn mix(text: &str) -> &'static str {
+    let lower = text.to_ascii_lowercase();
+    if ["_s", "_m", "_l", "_xl"].iter().any(|e| lower.ends_with(e)) {
+        " (llama.cpp's mixes have no name here: `q4k` gives embeddings and output head a better type too)"
+    } else {
+        ""
+    }
+}
+
 fn choice(text: &str) -> Result<Choice, RecipeError> {
     text.split('/').map(str::parse).collect()
 }
@@ -372,6 +408,7 @@ mod tests {
             (",", "empty"),
             ("q4k,q5k", "`q4k` is no rule"),
             ("=q4k", "`=q4k` is no rule"),
+            ("q4_k_m", "llama.cpp's mixes"),
             ("lm_head=q7", "the rule `lm_head=q7`: there is no type `q7`"),
             ("a=q4k,a=q5k", "`a=q4k` and `a=q5k` contradict"),
             ("a=", "the rule `a=`"),
@@ -404,6 +441,9 @@ mod tests {
             ("defualt = \"q4k\"", "unknown field `defualt`"),
             ("default = 4", "recipe.toml"),
             ("[rules]\na = \"q9\"", "the rule `a=q9`"),
+            ("[rules]\n\"a=q4k,b\" = \"q8_0\"", "`a=q4k,b` is no pattern"),
+            ("[rules]\n\" a\" = \"q8_0\"", "` a` is no pattern"),
+            ("[rules]\n\"a\\nb\" = \"q8_0\"", "is no pattern"),
             ("", "empty"),
         ] {
             let error = read(text).expect_err(text).to_string();

@@ -20,6 +20,10 @@ use crate::tensors::{ggml_dtype, plain_dtype};
 const PIECE: u64 = 64 << 10;
 
 const BEYOND: &str = "has no block scale for";
+const LOST: &str = "makes something else of";
+/// A block whose largest value is at least this must keep it, to one half of it. Smaller ones may be nothing beside
+/// their neighbours: rows of tokens that were never trained, for instance.
+const NOTABLE: f32 = 1e-3;
 /// Nothing beyond this fits a block whose scale is a half: Q6_K reaches furthest. candle's own sums overflow somewhat
 /// later, and what comes out then has scales that look sound.
 const FURTHEST: f32 = 65504.0 * 128.0 * 32.0;
@@ -33,7 +37,27 @@ pub(super) struct Conversion<'a> {
     row: u64,
     rows: u64,
     importance: Option<&'a [f32]>,
+    by_recipe: bool,
     allow_nonfinite: bool,
+}
+
+/// How much of a tensor has been lost so far.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Loss {
+    /// Sum of the squares of the values, and of the differences that quantizing made.
+    values: f64,
+    differences: f64,
+    /// The first value of which more was lost than kept.
+    first: Option<(u64, f32)>,
+}
+
+impl Loss {
+    /// Adds what came after.
+    pub(super) fn add(&mut self, after: Self) {
+        self.values += after.values;
+        self.differences += after.differences;
+        self.first = self.first.or(after.first);
+    }
 }
 
 /// One piece of a run: where it begins in the tensor, and its bytes before and after.
@@ -54,6 +78,7 @@ impl<'a> Conversion<'a> {
             row: shape.next().unwrap_or(1),
             rows: shape.next().unwrap_or(1),
             importance: placed.importance.as_deref(),
+            by_recipe: placed.by_recipe,
             allow_nonfinite,
         }
     }
@@ -74,7 +99,7 @@ impl<'a> Conversion<'a> {
     ///
     /// # Errors
     /// candle's own; and [`WorkerError::Ruined`] for a value that no block can hold.
-    pub(super) fn run(&self, at: u64, source: &[u8], out: &mut [u8]) -> Result<(), WorkerError> {
+    pub(super) fn run(&self, at: u64, source: &[u8], out: &mut [u8]) -> Result<Loss, WorkerError> {
         let elements = source.len() as u64 / self.from.block_bytes() * self.from.block_elements();
         let (mut source, mut out) = (source, out);
         let mut pieces = Vec::new();
@@ -92,12 +117,26 @@ impl<'a> Conversion<'a> {
                 out: mine_out,
             });
         }
-        let outcomes: Vec<Result<(), WorkerError>> = pieces
+        let outcomes: Vec<Result<Loss, WorkerError>> = pieces
             .into_par_iter()
             .map(|piece| self.piece(piece))
             .collect();
         // The first in order, not in time: an error names the tensor's first bad element.
-        outcomes.into_iter().collect()
+        let mut loss = Loss::default();
+        for outcome in outcomes {
+            loss.add(outcome?);
+        }
+        Ok(loss)
+    }
+
+    /// Refuses a tensor of which more was lost than kept: one that is too small for a block's scales, as a whole.
+    pub(super) fn check(&self, loss: Loss) -> Result<(), WorkerError> {
+        match loss.first {
+            Some((index, value)) if loss.differences > 0.5 * loss.values => {
+                Err(self.ruined(index, value, LOST))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Cuts a run into pieces. What columns matter for goes by whole rows, or by parts of one.
@@ -123,35 +162,35 @@ impl<'a> Conversion<'a> {
         pieces
     }
 
-    fn piece(&self, piece: Piece<'_>) -> Result<(), WorkerError> {
-        if !self.to.is_quantized() && !self.from.is_quantized() {
-            return self
-                .plain(piece.source, piece.out)
-                .map_err(|e| self.candle(e));
-        }
-        let floats = self
-            .floats(piece.source, piece.elements)
-            .map_err(|e| self.candle(e))?;
+    fn piece(&self, piece: Piece<'_>) -> Result<Loss, WorkerError> {
+        let candle = |e| self.candle(e);
+        let floats = match self.to.is_quantized() || self.from.is_quantized() {
+            true => self.floats(piece.source, piece.elements),
+            false => self.plain(piece.source),
+        };
+        let floats = floats.map_err(candle)?;
         if !self.to.is_quantized() {
-            return self.put(&floats, piece.out).map_err(|e| self.candle(e));
+            let made = self.put(&floats, piece.out).map_err(candle)?;
+            self.check_conversion(&floats, &made, piece.at)?;
+            return Ok(Loss::default());
         }
         self.check_finite(&floats, piece.at)?;
-        self.quantize(&floats, piece.at, piece.out)
-            .map_err(|e| self.candle(e))?;
-        self.check_scales(&floats, piece.at, piece.out)
+        let quantized = self
+            .quantize(&floats, piece.at, piece.out)
+            .map_err(candle)?;
+        self.check_scales(&floats, piece.at, piece.out)?;
+        self.loss(&floats, &quantized, piece.at)
     }
 
-    fn plain(&self, source: &[u8], out: &mut [u8]) -> candle_core::Result<()> {
+    /// The elements as they are, shape `(elements,)`.
+    fn plain(&self, source: &[u8]) -> candle_core::Result<Tensor> {
         let from = float(self.from)?;
         let count = source.len() / from.size_in_bytes();
-        self.put(
-            &Tensor::from_raw_buffer(source, from, &[count], &Device::Cpu)?,
-            out,
-        )
+        Tensor::from_raw_buffer(source, from, &[count], &Device::Cpu)
     }
 
-    /// Writes a tensor's values as the type that is wanted.
-    fn put(&self, tensor: &Tensor, out: &mut [u8]) -> candle_core::Result<()> {
+    /// Writes a tensor's values as the type that is wanted, and returns them.
+    fn put(&self, tensor: &Tensor, out: &mut [u8]) -> candle_core::Result<Tensor> {
         let to = float(self.to)?;
         let tensor = tensor.to_dtype(to)?;
         if out.len() != tensor.elem_count() * to.size_in_bytes() {
@@ -168,7 +207,8 @@ impl<'a> Conversion<'a> {
             Storage::Cpu(CpuStorage::F32(values)) => put(values, out, |v| v.to_le_bytes()),
             _ => candle_core::bail!("{to:?} is not a type to convert to"),
         }
-        Ok(())
+        drop(storage);
+        Ok(tensor)
     }
 
     /// The elements as F32, shape `(elements,)`.
@@ -184,7 +224,7 @@ impl<'a> Conversion<'a> {
         }
     }
 
-    fn quantize(&self, floats: &Tensor, at: u64, out: &mut [u8]) -> candle_core::Result<()> {
+    fn quantize(&self, floats: &Tensor, at: u64, out: &mut [u8]) -> candle_core::Result<QTensor> {
         let Some(dtype) = ggml_dtype(self.to) else {
             candle_core::bail!("{} is no type to quantize to", self.to)
         };
@@ -208,7 +248,65 @@ impl<'a> Conversion<'a> {
             candle_core::bail!("{} bytes came out, {} were expected", data.len(), out.len());
         }
         out.copy_from_slice(&data);
-        Ok(())
+        drop(data);
+        Ok(quantized)
+    }
+
+    /// A recipe's floats must stay numbers. `--dtype` converts as candle does, whatever comes out.
+    fn check_conversion(&self, from: &Tensor, made: &Tensor, at: u64) -> Result<(), WorkerError> {
+        if !self.by_recipe || self.allow_nonfinite {
+            return Ok(());
+        }
+        let values = |t: &Tensor| t.to_dtype(DType::F64)?.to_vec1::<f64>();
+        let before = values(from).map_err(|e| self.candle(e))?;
+        let after = values(made).map_err(|e| self.candle(e))?;
+        let mut pairs = before.iter().zip(&after);
+        match pairs.position(|(before, after)| before.is_finite() && !after.is_finite()) {
+            None => Ok(()),
+            Some(i) => Err(self.ruined(at + i as u64, before[i] as f32, "cannot hold")),
+        }
+    }
+
+    /// What quantizing lost, block by block: candle's own answer is compared with what it was given.
+    fn loss(&self, floats: &Tensor, made: &QTensor, at: u64) -> Result<Loss, WorkerError> {
+        if self.allow_nonfinite {
+            return Ok(Loss::default());
+        }
+        let made = made.dequantize(&Device::Cpu).and_then(|t| t.flatten_all());
+        let made = made
+            .and_then(|t| t.to_vec1::<f32>())
+            .map_err(|e| self.candle(e))?;
+        let block = self.to.block_elements() as usize;
+        let mut loss = Loss::default();
+        self.with(floats, |values| {
+            let blocks = values.chunks(block).zip(made.chunks(block));
+            for (number, (values, made)) in blocks.enumerate() {
+                let (mut largest, mut furthest, mut place) = (0f32, 0f32, 0);
+                let (mut squares, mut differences) = (0f64, 0f64);
+                for (i, (value, made)) in values.iter().zip(made).enumerate() {
+                    let difference = (value - made).abs();
+                    squares += f64::from(*value) * f64::from(*value);
+                    differences += f64::from(difference) * f64::from(difference);
+                    largest = largest.max(value.abs());
+                    if difference > furthest {
+                        (furthest, place) = (difference, i);
+                    }
+                }
+                loss.values += squares;
+                loss.differences += differences;
+                let index = at + (number * block + place) as u64;
+                // What does not matter may go where columns are weighed.
+                let weighed = self.importance.is_some();
+                if !weighed && largest >= NOTABLE && furthest > 0.5 * largest {
+                    return Err(self.ruined(index, values[place], LOST));
+                }
+                if differences > 0.5 * squares {
+                    loss.first.get_or_insert((index, values[place]));
+                }
+            }
+            Ok(())
+        })?;
+        Ok(loss)
     }
 
     fn check_finite(&self, floats: &Tensor, at: u64) -> Result<(), WorkerError> {
@@ -257,7 +355,7 @@ impl<'a> Conversion<'a> {
     fn with(
         &self,
         floats: &Tensor,
-        look: impl Fn(&[f32]) -> Result<(), WorkerError>,
+        look: impl FnOnce(&[f32]) -> Result<(), WorkerError>,
     ) -> Result<(), WorkerError> {
         let (storage, _) = floats.storage_and_layout();
         match &*storage {

@@ -53,6 +53,8 @@ pub struct Placed {
     pub offset: u64,
     /// How much each column matters to quantization: see [`Assigned::importance`](crate::quantize::Assigned::importance).
     pub importance: Option<Arc<[f32]>>,
+    /// A recipe says what it becomes.
+    pub by_recipe: bool,
 }
 
 /// Digests of one tensor: in the checkpoint, and in the slab.
@@ -79,6 +81,7 @@ impl Plan {
             let Becomes {
                 element,
                 ref importance,
+                by_recipe,
             } = *becomes;
             let first = aliases.first_of(source).unwrap_or(source);
             let place = (first, element, importance.as_ref().map(|i| i.as_ptr()));
@@ -115,6 +118,7 @@ impl Plan {
                 slab: 0,
                 offset: 0,
                 importance: importance.clone(),
+                by_recipe,
             });
         }
 

@@ -8,7 +8,7 @@ use crate::checkpoint::{Checkpoint, SourceTensor};
 use crate::manifest::Digest;
 use crate::slab::{CHUNK, Lane, SlabWriter};
 
-use super::convert::Conversion;
+use super::convert::{Conversion, Loss};
 use super::meter::Meter;
 use super::plan::{Digests, Placed, Plan};
 use super::pool::{self, Halt};
@@ -113,6 +113,7 @@ impl Filler<'_> {
         let count = tensor.bytes / before * unit;
         let mut source = blake3::Hasher::new();
         let mut stored = blake3::Hasher::new();
+        let mut loss = Loss::default();
         let mut at = 0;
         while at < count {
             if halt.told() {
@@ -126,13 +127,14 @@ impl Filler<'_> {
             source.update(&self.read);
             let len = out_length as usize;
             let chunk = &mut self.lane.buffer()?[..len];
-            conversion.run(at, &self.read, chunk)?;
+            loss.add(conversion.run(at, &self.read, chunk)?);
             stored.update(chunk);
             self.lane
                 .send(len, placed.slab as usize, placed.offset + out_start)?;
             self.meter.add(length)?;
             at += n;
         }
+        conversion.check(loss)?;
         Ok(Some((source.finalize().into(), stored.finalize().into())))
     }
 }

@@ -28,6 +28,8 @@ pub struct Taken<'a> {
 pub(super) struct Becomes {
     pub(super) element: ElementType,
     pub(super) importance: Option<Arc<[f32]>>,
+    /// A recipe says so.
+    pub(super) by_recipe: bool,
 }
 
 impl<'a> Taken<'a> {
@@ -160,12 +162,14 @@ fn becomes(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Vec<Becomes
             .map(|t| Becomes {
                 element: plain(t),
                 importance: None,
+                by_recipe: false,
             })
             .collect());
     };
     let assigned = quantize::assign(tensors, how)?;
     let becomes = |(t, assigned): (&SourceTensor, Assigned)| Becomes {
         element: assigned.target.unwrap_or_else(|| plain(t)),
+        by_recipe: assigned.target.is_some(),
         importance: assigned.importance,
     };
     Ok(tensors.iter().zip(assigned).map(becomes).collect())
@@ -194,6 +198,7 @@ impl Becomes {
         let importance = self.importance.as_ref();
         Ok(Self {
             element: self.element,
+            by_recipe: self.by_recipe,
             importance: importance.map(|all| match columns(all, &tensor.shape, cut) {
                 Cow::Borrowed(_) => all.clone(),
                 Cow::Owned(mine) => mine.into(),

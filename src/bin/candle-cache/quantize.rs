@@ -22,10 +22,10 @@ pub struct QuantizeArgs {
     )]
     pub imatrix: Option<PathBuf>,
     /// Quantize NaN, infinities and values beyond a block scale's range into whatever comes out
-    #[arg(long, env = "CANDLE_CACHE_ALLOW_NONFINITE", value_parser = FalseyValueParser::new(), requires = "quantize")]
+    #[arg(long, env = "CANDLE_CACHE_ALLOW_NONFINITE", value_parser = FalseyValueParser::new())]
     pub allow_nonfinite: bool,
     /// Quantize tensors again that are quantized already
-    #[arg(long, env = "CANDLE_CACHE_REQUANTIZE", value_parser = FalseyValueParser::new(), requires = "quantize")]
+    #[arg(long, env = "CANDLE_CACHE_REQUANTIZE", value_parser = FalseyValueParser::new())]
     pub requantize: bool,
 }
 
@@ -33,6 +33,14 @@ impl QuantizeArgs {
     /// Reads the recipe, and the files that it takes.
     pub fn read(&self) -> anyhow::Result<Option<Quantize>> {
         let Some(text) = &self.quantize else {
+            let others = [
+                (self.imatrix.is_some(), "--imatrix"),
+                (self.allow_nonfinite, "--allow-nonfinite"),
+                (self.requantize, "--requantize"),
+            ];
+            for (_, flag) in others.iter().filter(|(given, _)| *given) {
+                tracing::warn!("{flag}, or its variable, has no effect without --quantize");
+            }
             return Ok(None);
         };
         let imatrix = self.imatrix.as_deref().map(Imatrix::read).transpose()?;
