@@ -230,16 +230,16 @@ pub fn slice(element: ElementType, shape: &[u64], cut: Cut) -> Result<(Vec<u64>,
             shape: shape_of(),
         });
     };
-    if !part.is_possible() {
-        return Err(CutError::NoRank { part });
-    }
     let (size, rank) = (u64::from(part.size), u64::from(part.rank));
-    if !all.is_multiple_of(size) {
+    if size > 0 && !all.is_multiple_of(size) {
         return Err(CutError::Indivisible {
             dim,
             shape: shape_of(),
             size: part.size,
         });
+    }
+    if !part.is_possible() {
+        return Err(CutError::NoRank { part });
     }
     let mut sliced = shape_of();
     sliced[dim] = all / size;

@@ -95,17 +95,19 @@ fn part(name: &str, entry: &TensorEntry, hint: Shard) -> Result<TensorPart> {
         })
     };
     match slice(entry.element, &entry.shape, cut) {
-        // candle slices along the first two dimensions, and no others.
-        Ok(_) if dim > 1 => candle_core::bail!("Get sharded on dimensions != 0 or 1"),
-        Ok((shape, runs)) => Ok(TensorPart {
-            cut,
-            shape: shape.iter().map(|d| *d as usize).collect(),
-            runs,
-        }),
         Err(CutError::Indivisible { .. }) => Err(Error::ShapeMismatchSplit {
             shape: shape_of(entry)?.into(),
             dim,
             n_parts: world_size,
+        }),
+        // candle slices along the first two dimensions, and no others.
+        _ if dim > 1 && dim < entry.shape.len() => {
+            candle_core::bail!("Get sharded on dimensions != 0 or 1")
+        }
+        Ok((shape, runs)) => Ok(TensorPart {
+            cut,
+            shape: shape.iter().map(|d| *d as usize).collect(),
+            runs,
         }),
         Err(source) => Err(refused(source)),
     }
