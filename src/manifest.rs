@@ -356,7 +356,7 @@ impl Manifest {
                 // No name is that long, so no line begins so.
                 lines.extend_from_slice(&u64::MAX.to_le_bytes());
                 let tp = self.key.shard.tp;
-                for number in [dim, tp.rank, tp.size] {
+                for number in [dim, tp.rank.into(), tp.size.into()] {
                     lines.extend_from_slice(&number.to_le_bytes());
                 }
             }

@@ -83,7 +83,7 @@ fn part(name: &str, entry: &TensorEntry, hint: Shard) -> Result<TensorPart> {
         rank,
         world_size,
     } = hint;
-    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let number = |n: usize| u16::try_from(n).unwrap_or(u16::MAX);
     let cut = Cut {
         dim,
         part: Part::new(number(rank), number(world_size)),

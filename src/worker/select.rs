@@ -187,7 +187,7 @@ pub enum SelectError {
         /// The tensor.
         tensor: String,
         /// How many ranks.
-        size: u32,
+        size: u16,
         /// What stands against it.
         source: CutError,
     },

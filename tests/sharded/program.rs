@@ -69,7 +69,7 @@ fn entries(daemon: &Daemon) -> Vec<Value> {
     status["entries"].as_array().unwrap().clone()
 }
 
-fn attach(daemon: &Daemon, rank: u32) -> IpcCache {
+fn attach(daemon: &Daemon, rank: u16) -> IpcCache {
     let config = daemon.config("m").tensor_parallel(rank, 2);
     IpcCache::attach(&config.trust_name(true), &Device::Cpu).unwrap()
 }
@@ -244,7 +244,7 @@ fn a_worker_that_is_killed_leaves_the_old_set_whole() {
     for (rank, entry) in entries(&daemon).iter().enumerate() {
         assert_eq!(entry["ready"]["epoch"], old.to_string());
         assert!(entry["loading"].is_null());
-        let cache = attach(&daemon, rank as u32);
+        let cache = attach(&daemon, rank as u16);
         assert_eq!(value(&cache, rank), wanted(1, 4 * rank));
     }
 }

@@ -198,7 +198,7 @@ fn a_rank_is_proved_by_the_digest_of_its_own_slice() {
         .unwrap()
     };
     let daemons: Vec<_> = (0..2).map(|rank| serve(load(rank))).collect();
-    let engine = |rank: u32| {
+    let engine = |rank: u16| {
         let config = daemons[rank as usize].config("m").tensor_parallel(rank, 2);
         IpcCache::attach(&config.checkpoint(&path), &Device::Cpu)
     };

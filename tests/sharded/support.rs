@@ -66,7 +66,7 @@ pub(crate) fn planned(trace: &Trace) -> Selection {
     Selection::default().plan(ShardPlan::of_trace(trace, "t.json").unwrap())
 }
 
-pub(crate) fn options(selection: Selection, rank: u32, size: u32) -> LoadOptions {
+pub(crate) fn options(selection: Selection, rank: u16, size: u16) -> LoadOptions {
     LoadOptions {
         name: Some("m".into()),
         selection,

@@ -24,8 +24,8 @@ pub struct ShardArgs {
     pub keep: Vec<String>,
     /// Cut the tensors among this many tensor-parallel ranks, as --plan says
     #[arg(long, value_name = "SIZE", env = "CANDLE_CACHE_TP", requires = "plan",
-        value_parser = RangedU64ValueParser::<u32>::new().range(1..=MAX_RANKS as u64))]
-    pub tp: Option<u32>,
+        value_parser = RangedU64ValueParser::<u16>::new().range(1..=MAX_RANKS as u64))]
+    pub tp: Option<u16>,
     /// Take this rank's slices alone [default: all ranks, published together as one set]
     #[arg(
         long,
@@ -33,7 +33,7 @@ pub struct ShardArgs {
         env = "CANDLE_CACHE_TP_RANK",
         requires = "tp"
     )]
-    pub tp_rank: Option<u32>,
+    pub tp_rank: Option<u16>,
     /// How tensors are cut: a `.toml` file of rules (under `[rules]`, `"*.q_proj" = 0` for slices along dimension 0,
     /// `"*norm*" = "replicate"` for all of it; what no rule names is whole; `keep = [...]` as --keep), or a trace, whose
     /// shards say it
