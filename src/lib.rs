@@ -10,6 +10,7 @@ pub mod doctor;
 pub mod key;
 pub mod loader;
 pub mod manifest;
+mod meta_model;
 #[cfg(feature = "cli")]
 mod pattern;
 pub mod protocol;
@@ -24,8 +25,9 @@ pub mod trace;
 pub mod worker;
 
 pub use loader::{
-    AttachError, Cast, Dequantized, Detached, FromIpcCache, GetError, HandOff, IpcCache, IpcConfig,
-    MaybeQuantizedEmbedding, MaybeQuantizedLinear, MaybeQuantizedVarBuilder, Mismatch, OptionError,
-    Proof, QuantizedVarBuilder, Report, ShardedVarBuilder, ShardedWeights, Took,
+    AttachError, BuildError, Cast, Dequantized, Detached, FromIpcCache, GetError, HandOff,
+    IpcCache, IpcConfig, MaybeQuantizedEmbedding, MaybeQuantizedLinear, MaybeQuantizedVarBuilder,
+    Mismatch, Naming, OptionError, Proof, QuantizedVarBuilder, Renaming, Report, ShardedVarBuilder,
+    ShardedWeights, Took, Unasked, Unmet,
 };
 pub use trace::{Trace, TraceError};

@@ -17,29 +17,39 @@ use crate::slab::host::HostMapping;
 use crate::socket::SocketError;
 use crate::tensors;
 
+mod asked;
 mod backend;
+mod build;
 mod config;
 mod connect;
 mod error;
+mod fit;
 mod identity;
 mod lease;
 mod maybe_quantized;
+mod naming;
 mod quantized;
+mod reload;
 mod report;
 mod sharded;
 mod size;
 mod suggest;
 mod weights;
 
+pub use build::{BuildError, Misshapen, Missing, Mistyped, Unmet};
 pub use config::{IpcConfig, OPTIONS, OptionError};
 pub use error::{AttachError, GetError, Tried};
 pub use identity::{Mismatch, Proof};
 pub use maybe_quantized::{
     MaybeQuantizedEmbedding, MaybeQuantizedLinear, MaybeQuantizedVarBuilder,
 };
+pub use naming::{Naming, Renaming};
 pub use quantized::QuantizedVarBuilder;
-pub use report::{Cast, Dequantized, HandOff, Report, Took};
+pub use report::{Cast, Dequantized, HandOff, Report, Took, Unasked};
 pub use sharded::{ShardedVarBuilder, ShardedWeights};
+
+pub(crate) use backend::Terms;
+pub(crate) use suggest::Names;
 
 use lease::Lease;
 use weights::Weights;
@@ -102,8 +112,9 @@ struct Shared {
     /// None for copies.
     lease: Option<Arc<Lease>>,
     device: Device,
-    strict: bool,
-    dequantize: bool,
+    naming: Naming,
+    terms: backend::Terms,
+    asked: asked::Asked,
     tally: report::Tally,
     report: Report,
 }
@@ -251,12 +262,17 @@ impl IpcCache {
             copied_bytes: 0,
             casts: Vec::new(),
             dequantized: Dequantized::default(),
+            naming: config.naming.clone(),
+            let_go: None,
+            unasked: Unasked::default(),
         };
         tracing::info!(entry = %report.entry, epoch = %report.epoch, took = ?took.total, "attached");
         let aliased = manifest.aliases.iter().map(|a| a.tensor as usize);
         Ok(Self {
             shared: Arc::new(Shared {
                 names: Arc::new(suggest::Names::new(manifest.clone())),
+                asked: asked::Asked::new(&manifest),
+                naming: config.naming.clone(),
                 aliased: aliased.collect(),
                 manifest,
                 memory,
@@ -264,8 +280,10 @@ impl IpcCache {
                 kept: Mutex::default(),
                 lease,
                 device: device.clone(),
-                strict: config.strict,
-                dequantize: config.dequantize,
+                terms: backend::Terms {
+                    strict: config.strict,
+                    dequantize: config.dequantize,
+                },
                 tally: report::Tally::default(),
                 report,
             }),
@@ -311,15 +329,19 @@ impl IpcCache {
     /// a tensor of candle's own.
     pub fn raw(&self, name: &str) -> Result<&[u8], GetError> {
         let shared = &self.shared;
-        let missing = || GetError::NoTensor(shared.names.hint(name).to_string());
-        let index = shared.manifest.find(name).ok_or_else(missing)?;
-        shared
-            .weights
-            .bytes(index)
-            .ok_or_else(|| GetError::NotReadable {
-                name: name.into(),
-                device: shared.report.entry.device,
-            })
+        let held = shared.naming.held(name);
+        let position = shared.manifest.position(&held).ok_or_else(|| {
+            shared.asked.missed(&held);
+            GetError::NoTensor(shared.names.hint(&held, name).to_string())
+        })?;
+        let index = shared.manifest.tensor_at(position);
+        let bytes = shared.weights.bytes(index);
+        let bytes = bytes.ok_or_else(|| GetError::NotReadable {
+            name: name.into(),
+            device: shared.report.entry.device,
+        })?;
+        shared.asked.note(position, asked::Way::Raw);
+        Ok(bytes)
     }
 
     /// A small file that travels with the weights, for instance `config.json`, byte for byte.
@@ -371,6 +393,8 @@ impl IpcCache {
         let mut report = self.shared.report.clone();
         self.shared.tally.fill(&mut report);
         report.copied_bytes += self.shared.weights.copied_bytes();
+        report.let_go = self.shared.weights.let_go();
+        report.unasked = self.shared.asked.unasked(&self.shared.manifest);
         report
     }
 

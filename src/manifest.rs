@@ -519,15 +519,41 @@ impl Manifest {
 
     /// Index of the tensor that `name`, a tensor's own name or an alias, stands for.
     pub fn find(&self, name: &str) -> Option<usize> {
-        match self.tensors.binary_search_by(|t| t.name.as_str().cmp(name)) {
+        self.position(name).map(|at| self.tensor_at(at))
+    }
+
+    /// Where `name` stands among [`Manifest::names`].
+    pub fn position(&self, name: &str) -> Option<usize> {
+        let tensors = &self.tensors;
+        match tensors.binary_search_by(|t| t.name.as_str().cmp(name)) {
             Ok(i) => Some(i),
             Err(_) => {
-                let i = self
-                    .aliases
-                    .binary_search_by(|a| a.name.as_str().cmp(name))
-                    .ok()?;
-                Some(self.aliases[i].tensor as usize)
+                let aliases = &self.aliases;
+                let found = aliases.binary_search_by(|a| a.name.as_str().cmp(name));
+                found.ok().map(|i| tensors.len() + i)
             }
+        }
+    }
+
+    /// Index of the tensor that the name at this position stands for.
+    ///
+    /// # Panics
+    /// When there is no such position.
+    pub fn tensor_at(&self, position: usize) -> usize {
+        match position.checked_sub(self.tensors.len()) {
+            None => position,
+            Some(alias) => self.aliases[alias].tensor as usize,
+        }
+    }
+
+    /// The name at this position.
+    ///
+    /// # Panics
+    /// When there is no such position.
+    pub fn name_at(&self, position: usize) -> &str {
+        match position.checked_sub(self.tensors.len()) {
+            None => &self.tensors[position].name,
+            Some(alias) => &self.aliases[alias].name,
         }
     }
 
@@ -594,4 +620,41 @@ fn codec() -> impl bincode::config::Config {
     bincode::config::standard()
         .with_fixed_int_encoding()
         .with_limit::<MAX_TABLE_BYTES>()
+}
+
+#[cfg(test)]
+impl Manifest {
+    /// A table of tensors that lie nowhere, for whatever needs their names, types and shapes alone.
+    pub(crate) fn of_shapes(tensors: &[(&str, ElementType, &[u64])]) -> Self {
+        let entry = |(name, element, shape): &(&str, ElementType, &[u64])| TensorEntry {
+            name: (*name).into(),
+            element: *element,
+            shape: shape.to_vec(),
+            cut: None,
+            slab: 0,
+            offset: 0,
+            bytes: element.bytes(shape).expect("whole blocks"),
+            source: Digest::default(),
+            stored: Digest::default(),
+        };
+        let mut tensors: Vec<_> = tensors.iter().map(entry).collect();
+        tensors.sort_by(|a, b| a.name.cmp(&b.name));
+        Self {
+            key: Key {
+                model: "m".into(),
+                shard: Default::default(),
+                selection: crate::key::ALL.into(),
+                dtype: "stored".into(),
+                recipe: "none".into(),
+                format: FORMAT_VERSION,
+                sources: Vec::new(),
+            },
+            root: Digest::default(),
+            slabs: Vec::new(),
+            tensors,
+            aliases: Vec::new(),
+            attributes: Vec::new(),
+            files: Vec::new(),
+        }
+    }
 }

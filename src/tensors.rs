@@ -73,6 +73,12 @@ pub trait MappedWeights: Send + Sync {
 
     /// Gives back memory that nothing refers to any more, and says what is still referred to.
     fn sweep(&self) -> Alive;
+
+    /// Bytes of the entries that were served in place, as plain or quantized tensors, and that no tensor refers to
+    /// any more; `None` where that cannot be known.
+    fn let_go(&self) -> Option<u64> {
+        None
+    }
 }
 
 /// A tensor, and what making it took.

@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::naming::{Naming, Renaming};
 use crate::manifest::Digest;
 use crate::protocol::{EpochId, MAX_WAIT, TARGET};
 use crate::shard::{Part, ShardId};
@@ -28,6 +29,7 @@ pub struct IpcConfig {
     pub(super) copy: bool,
     pub(super) hand_off: bool,
     pub(super) allow_uids: Vec<u32>,
+    pub(super) naming: Naming,
 }
 
 /// Why a setting given as text was refused.
@@ -64,6 +66,8 @@ pub const OPTIONS: &[&str] = &[
     "epoch",
     "hand_off",
     "pp",
+    "prefix",
+    "rename",
     "role",
     "root",
     "socket_dir",
@@ -98,6 +102,7 @@ impl IpcConfig {
             copy: false,
             hand_off: false,
             allow_uids: Vec::new(),
+            naming: Naming::default(),
         }
     }
 
@@ -217,6 +222,26 @@ impl IpcConfig {
         self
     }
 
+    /// Prepended to every name that a model asks for, dot included: with `prefix("model.")`, `norm.weight` finds
+    /// `model.norm.weight`. Whatever hands out weights honours it, and so does every check whether a name is there.
+    pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
+        self.naming.prefix = prefix.into();
+        self
+    }
+
+    /// Replaces the prefix `from` of a name that a model asks for by `to`: with
+    /// `rename("model.", "language_model.model.")`, `model.norm.weight` finds `language_model.model.norm.weight`.
+    ///
+    /// May be called several times; the first `from` with which a name begins is replaced, and no other.
+    /// [`IpcConfig::prefix`] comes after that.
+    pub fn rename(mut self, from: impl Into<String>, to: impl Into<String>) -> Self {
+        self.naming.renames.push(Renaming {
+            from: from.into(),
+            to: to.into(),
+        });
+        self
+    }
+
     /// Whether the engine is to have weights of its own.
     pub(super) fn copies(&self) -> bool {
         self.copy || self.hand_off
@@ -268,6 +293,14 @@ impl IpcConfig {
                     .parse()
                     .map_err(|_| wrong("an epoch's 32 hexadecimal digits"))?,
             ),
+            "prefix" => self.prefix(value),
+            "rename" => {
+                let parts = value.split_once('=');
+                let (from, to) = parts
+                    .filter(|(from, to)| !from.is_empty() && !to.contains('='))
+                    .ok_or_else(|| wrong("two prefixes, FROM=TO, of which TO may be empty"))?;
+                self.rename(from, to)
+            }
             "role" => self.role(value),
             "root" => self.root(
                 value
@@ -314,6 +347,7 @@ mod tests {
                 &"0a".repeat(16),
                 &"0b".repeat(32),
                 "x",
+                "a.=b.",
             ];
             let taken = values
                 .iter()
@@ -328,6 +362,19 @@ mod tests {
             text.contains("`conect_timeout`") && text.contains("connect_timeout"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn a_rename_given_as_text_has_two_sides() {
+        let config = IpcConfig::new("m").option("rename", "a.=b.").unwrap();
+        let config = config.option("rename", "c.=").unwrap();
+        let config = config.option("prefix", "p.").unwrap();
+        assert_eq!(config.naming.held("a.w"), "p.b.w");
+        assert_eq!(config.naming.held("c.w"), "p.w");
+        for wrong in ["", "a.", "=b.", "a.=b.=c."] {
+            let error = IpcConfig::new("m").option("rename", wrong).unwrap_err();
+            assert!(error.to_string().contains("FROM=TO"), "{error}");
+        }
     }
 
     #[test]

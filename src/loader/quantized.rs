@@ -8,6 +8,7 @@ use candle_core::quantized::QTensor;
 use candle_core::{Device, Result, Shape};
 
 use super::Shared;
+use super::asked::Way;
 
 /// Hands out the cache's quantized tensors. Two requests for one tensor give the same one.
 #[derive(Clone)]
@@ -48,9 +49,11 @@ impl QuantizedVarBuilder {
     /// When there is none (with the nearest names), its shape differs, or its type is none of GGML's.
     pub fn get<S: Into<Shape>>(&self, shape: S, name: &str) -> Result<Arc<QTensor>> {
         let path = self.path(name);
-        let tensor = self.tensor(&path)?;
+        let found = self.shared.locate(&path)?;
+        let tensor = self.shared.weights.quantized(found.index)?;
         let held = tensor.shape().dims().to_vec();
         self.shared.check_shape(&path, &shape.into(), held)?;
+        self.shared.asked.note(found.position, Way::Quantized);
         Ok(tensor)
     }
 
@@ -59,7 +62,11 @@ impl QuantizedVarBuilder {
     /// # Errors
     /// As [`QuantizedVarBuilder::get`].
     pub fn get_no_shape(&self, name: &str) -> Result<Arc<QTensor>> {
-        self.tensor(&self.path(name))
+        let found = self.shared.locate(&self.path(name))?;
+        let tensor = self.shared.weights.quantized(found.index)?;
+        let way = Way::QuantizedAnyShape;
+        self.shared.asked.note(found.position, way);
+        Ok(tensor)
     }
 
     /// The device that the tensors lie on.
@@ -69,19 +76,14 @@ impl QuantizedVarBuilder {
 
     /// Whether the cache holds a tensor of this whole name, this path not prepended: as in candle.
     pub fn contains_key(&self, key: &str) -> bool {
-        self.shared.manifest.find(key).is_some()
+        self.shared.contains(key)
     }
 
     /// Whether the tensor `name` under this path is there and stored as GGML blocks.
     pub(super) fn holds_blocks(&self, name: &str) -> bool {
         let manifest = &self.shared.manifest;
-        let index = manifest.find(&self.path(name));
+        let index = manifest.find(&self.shared.naming.held(&self.path(name)));
         index.is_some_and(|index| manifest.tensors[index].element.is_quantized())
-    }
-
-    fn tensor(&self, path: &str) -> Result<Arc<QTensor>> {
-        let index = self.shared.find(path)?;
-        Ok(self.shared.weights.quantized(index)?)
     }
 
     fn path(&self, name: &str) -> String {

@@ -9,6 +9,7 @@ use std::time::Duration;
 use candle_core::DType;
 
 use super::identity::Proof;
+use super::naming::Naming;
 use crate::manifest::ElementType;
 use crate::protocol::{EntryId, EpochId, Refusal};
 
@@ -41,6 +42,28 @@ pub struct Report {
     pub casts: Vec<Cast>,
     /// Blocks that were dequantized to answer plain requests.
     pub dequantized: Dequantized,
+    /// How the names that are asked for become the checkpoint's.
+    pub naming: Naming,
+    /// Bytes of tensors that were served in place and that nobody refers to any more, counted when the report is
+    /// made. After a model is built: what its constructor made something else of, or only looked at. After its first
+    /// forward: that of the forward too.
+    ///
+    /// `None` where it cannot be known: on the host, where a plain tensor is a copy already ([`Report::copied_bytes`]),
+    /// and of copies.
+    pub let_go: Option<u64>,
+    /// Tensors that nobody has asked for.
+    pub unasked: Unasked,
+}
+
+/// Tensors that nobody has asked for by any of their names. Whether a name is there is no such question.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Unasked {
+    /// How many.
+    pub tensors: usize,
+    /// Their stored bytes.
+    pub bytes: u64,
+    /// The names of the first 16, sorted.
+    pub names: Vec<String>,
 }
 
 /// What an attach took, part by part.
@@ -153,6 +176,9 @@ impl fmt::Display for Report {
                 "shared"
             }
         )?;
+        if !self.naming.is_empty() {
+            writeln!(f, "names     {}", self.naming)?;
+        }
         writeln!(
             f,
             "attach    {total:.1?}: connect {connect:.1?}, receive {receive:.1?}, decode {decode:.1?}, map {map:.1?}, \
@@ -184,6 +210,29 @@ impl fmt::Display for Report {
                 f,
                 "\ndequant   {tensors} tensors of {bytes} bytes of blocks, to {made_bytes} bytes of this engine's own"
             )?;
+        }
+        if let Some(bytes) = self.let_go {
+            write!(
+                f,
+                "\nlet go    {bytes} bytes that were served in place and are referred to no more"
+            )?;
+        }
+        let Unasked {
+            tensors,
+            bytes,
+            names,
+        } = &self.unasked;
+        if let Some(first) = names.first() {
+            write!(
+                f,
+                "\nunasked   {tensors} tensors of {bytes} bytes: `{first}`"
+            )?;
+            for name in &names[1..] {
+                write!(f, ", `{name}`")?;
+            }
+            if *tensors > names.len() {
+                f.write_str(", ...")?;
+            }
         }
         Ok(())
     }

@@ -8,10 +8,12 @@ use candle_core::{DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::var_builder::{Backend, Shard, VarBuilderArgs};
 
 use super::Shared;
+use super::asked::Way;
 use super::error::GetError;
 use crate::manifest::TensorEntry;
 use crate::shard::{Cut, CutError, Part, slice};
 use crate::tensors::{TensorPart, shape_of};
+use crate::trace::ShardHint;
 
 /// A `VarBuilder` whose hints are [`Shard`]s: see [`IpcCache::sharded`](super::IpcCache::sharded).
 pub type ShardedVarBuilder<'a> = VarBuilderArgs<'a, ShardedWeights>;
@@ -40,7 +42,8 @@ impl Backend for ShardedWeights {
         device: &Device,
     ) -> Result<Tensor> {
         let shared = &self.0;
-        let index = shared.find(name)?;
+        let found = shared.locate(name)?;
+        let index = found.index;
         let entry = &shared.manifest.tensors[index];
         if let Some(dim) = entry.cut {
             let held = shared.manifest.key.shard.tp;
@@ -54,15 +57,25 @@ impl Backend for ShardedWeights {
                     asked: hint,
                 }));
             }
-            return shared.plain(index, None, dtype, device);
+            let tensor = shared.plain(index, None, dtype, device)?;
+            shared
+                .asked
+                .sharded(found.position, dtype, shard_hint(hint));
+            return Ok(tensor);
         }
         if hint.world_size == 1 {
-            shared.plain_dtype(entry)?;
+            shared.terms.plain_dtype(entry)?;
             shared.check_shape(name, &wanted, shape_of(entry)?)?;
-            return shared.plain(index, None, dtype, device);
+            let tensor = shared.plain(index, None, dtype, device)?;
+            shared.asked.note(found.position, Way::Plain(dtype));
+            return Ok(tensor);
         }
         let part = part(name, entry, hint)?;
-        shared.plain(index, Some(&part), dtype, device)
+        let tensor = shared.plain(index, Some(&part), dtype, device)?;
+        shared
+            .asked
+            .sharded(found.position, dtype, shard_hint(hint));
+        Ok(tensor)
     }
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> Result<Tensor> {
@@ -72,7 +85,17 @@ impl Backend for ShardedWeights {
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
-        self.0.manifest.find(name).is_some()
+        self.0.contains(name)
+    }
+}
+
+/// The hint as a trace writes it. One that was answered has numbers that fit.
+fn shard_hint(hint: Shard) -> ShardHint {
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    ShardHint {
+        dim: number(hint.dim),
+        rank: number(hint.rank),
+        size: number(hint.world_size),
     }
 }
 

@@ -19,43 +19,46 @@ const SIMILAR: f64 = 0.5;
 
 /// Every name of a manifest, in orders that make near ones neighbours.
 #[derive(Debug)]
-pub(super) struct Names {
+pub(crate) struct Names {
     manifest: Arc<Manifest>,
     by_tail: OnceLock<Vec<u32>>,
 }
 
 impl Names {
-    pub(super) fn new(manifest: Arc<Manifest>) -> Self {
+    pub(crate) fn new(manifest: Arc<Manifest>) -> Self {
         Self {
             manifest,
             by_tail: OnceLock::new(),
         }
     }
 
-    /// What to say beside "cannot find tensor `asked`". Worked out when it is displayed, because
-    /// models that try one name after another throw most of these away.
-    pub(super) fn hint(self: &Arc<Self>, asked: &str) -> Hint {
-        let end = (0..=COMPARED.min(asked.len()))
-            .rev()
-            .find(|i| asked.is_char_boundary(*i))
-            .unwrap_or(0);
+    /// What to say beside "cannot find tensor `called`", which is `asked` in the checkpoint. Worked out when it is
+    /// displayed, because models that try one name after another throw most of these away.
+    pub(super) fn hint(self: &Arc<Self>, asked: &str, called: &str) -> Hint {
         Hint {
             names: self.clone(),
-            asked: asked[..end].to_string(),
+            asked: shortened(asked).to_string(),
+            called: (called != asked).then(|| shortened(called).to_string()),
         }
     }
 
-    /// The held names nearest to `asked`, best first, at most [`OFFERED`].
-    fn nearest(&self, asked: &str) -> Vec<&str> {
-        let mut near: Vec<&str> = Vec::with_capacity(6 * WINDOW);
+    pub(super) fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// The positions of the held names that share the longest endings with `asked`, and of some others.
+    pub(super) fn ending_like(&self, asked: &str) -> impl Iterator<Item = usize> {
         let by_tail = self.by_tail();
         let at = by_tail.partition_point(|i| reversed(self.name(*i), asked).is_lt());
+        let around = at.saturating_sub(WINDOW)..by_tail.len().min(at + WINDOW);
+        by_tail[around].iter().map(|i| *i as usize)
+    }
+
+    /// The held names nearest to `asked`, best first, at most [`OFFERED`].
+    pub(super) fn nearest(&self, asked: &str) -> Vec<&str> {
+        let mut near: Vec<&str> = Vec::with_capacity(6 * WINDOW);
         let around = |at: usize, len: usize| at.saturating_sub(WINDOW)..len.min(at + WINDOW);
-        near.extend(
-            by_tail[around(at, by_tail.len())]
-                .iter()
-                .map(|i| self.name(*i)),
-        );
+        near.extend(self.ending_like(asked).map(|at| self.manifest.name_at(at)));
         let tensors = &self.manifest.tensors;
         let at = tensors.partition_point(|t| t.name.as_str() < asked);
         near.extend(
@@ -107,15 +110,11 @@ impl Names {
     }
 
     fn name(&self, i: u32) -> &str {
-        let (i, tensors) = (i as usize, &self.manifest.tensors);
-        match tensors.get(i) {
-            Some(t) => &t.name,
-            None => &self.manifest.aliases[i - tensors.len()].name,
-        }
+        self.manifest.name_at(i as usize)
     }
 
     /// The held name that a missing output head is tied to in models that tie it.
-    fn tied(&self, asked: &str) -> Option<&str> {
+    pub(super) fn tied(&self, asked: &str) -> Option<&str> {
         if !["lm_head.weight", "output.weight"]
             .iter()
             .any(|head| is_tail(asked, head))
@@ -126,6 +125,15 @@ impl Names {
             .iter()
             .find_map(|embedding| self.manifest.names().find(|name| is_tail(name, embedding)))
     }
+}
+
+/// As much of a name as is compared.
+fn shortened(name: &str) -> &str {
+    let end = (0..=COMPARED.min(name.len()))
+        .rev()
+        .find(|i| name.is_char_boundary(*i))
+        .unwrap_or(0);
+    &name[..end]
 }
 
 /// Everything before the last dot, and the dot.
@@ -160,7 +168,7 @@ fn likeness(asked: &str, held: &str) -> f64 {
 }
 
 /// What stands before the longest tail of whole segments that both names share, dots included.
-fn heads<'a>(asked: &'a str, held: &'a str) -> (&'a str, &'a str) {
+pub(super) fn heads<'a>(asked: &'a str, held: &'a str) -> (&'a str, &'a str) {
     let mut shared = 0;
     for (a, b) in asked.rsplit('.').zip(held.rsplit('.')) {
         if a != b {
@@ -176,12 +184,17 @@ fn heads<'a>(asked: &'a str, held: &'a str) -> (&'a str, &'a str) {
 pub(super) struct Hint {
     names: Arc<Names>,
     asked: String,
+    /// What the model calls it, where that is something else.
+    called: Option<String>,
 }
 
 impl fmt::Display for Hint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let asked = &self.asked;
         write!(f, "the cache holds no tensor `{asked}`")?;
+        if let Some(called) = &self.called {
+            write!(f, " (asked for as `{called}`)")?;
+        }
         let near = self.names.nearest(asked);
         match near.split_first() {
             None => write!(f, ", nor one with a name like it")?,
@@ -224,8 +237,9 @@ fn write_prefix(f: &mut fmt::Formatter<'_>, asked: &str, best: &str, common: &st
         return Ok(());
     }
     write!(f, "; every name in the cache begins with `{common}`")?;
+    // The head that fits may be shorter than what all names have in common.
     if wrong.is_empty() {
-        write!(f, ": use `.pp(\"{}\")`", common.trim_end_matches('.'))?;
+        write!(f, ": use `IpcConfig::prefix(\"{right}\")`")?;
     }
     Ok(())
 }

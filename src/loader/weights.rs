@@ -71,6 +71,14 @@ impl Weights {
         }
     }
 
+    /// Bytes that were served in place and that nobody refers to any more; `None` where that cannot be known.
+    pub(super) fn let_go(&self) -> Option<u64> {
+        match self {
+            Self::Mapped(weights) => weights.let_go(),
+            Self::Copied(_) => None,
+        }
+    }
+
     /// Bytes that were copied at attach, and since then to have a plain tensor as a quantized one.
     pub(super) fn copied_bytes(&self) -> u64 {
         match self {

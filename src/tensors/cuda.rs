@@ -7,7 +7,7 @@
 //! lives; dropping the weight before its copy makes the copy's own next `copy` fail once.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{Ordering, fence};
@@ -45,10 +45,18 @@ pub struct CudaWeights {
 /// A mapping, and everything that may still read it.
 struct Mapped {
     mapping: CudaMapping,
-    slices: Mutex<Vec<Weak<CudaStream>>>,
+    slices: Mutex<Vec<Slice>>,
+    /// Entries that were served in place.
+    served: Mutex<HashSet<usize>>,
     quantized: Mutex<HashMap<usize, Adopted>>,
     /// Whatever must outlive the mapping, for instance the lease on it.
     held: Arc<dyn Any + Send + Sync>,
+}
+
+/// A plain tensor over mapped memory, for as long as anybody refers to it.
+struct Slice {
+    entry: usize,
+    alive: Weak<CudaStream>,
 }
 
 /// Mappings whose handles are gone.
@@ -119,6 +127,7 @@ impl CudaWeights {
             mapped: Some(Mapped {
                 mapping,
                 slices: Mutex::default(),
+                served: Mutex::default(),
                 quantized: Mutex::default(),
                 held,
             }),
@@ -159,10 +168,11 @@ impl CudaWeights {
 
     fn in_place(
         &self,
-        entry: &TensorEntry,
+        index: usize,
         dtype: DType,
         cuda: &CudaDevice,
     ) -> Result<Tensor, TensorError> {
+        let entry = &self.manifest.tensors[index];
         let shape = shape_of(entry)?;
         let mapped = self.mapped(entry)?;
         let (slab, offset) = match entry.bytes {
@@ -180,7 +190,7 @@ impl CudaWeights {
             _ => shape.iter().product(),
         };
         let slice = mapped
-            .slice(dtype, address, count, cuda)
+            .slice(index, dtype, address, count, cuda)
             .map_err(|source| candle(entry, source))?;
         Ok(tensor_of(slice, shape, cuda))
     }
@@ -241,7 +251,7 @@ impl MappedWeights for CudaWeights {
         let entry = &self.manifest.tensors[index];
         let dtype = require_plain(entry)?;
         if let Some(cuda) = self.in_place_for(entry, device) {
-            let tensor = self.in_place(entry, dtype, cuda)?;
+            let tensor = self.in_place(index, dtype, cuda)?;
             return Ok(Plain { tensor, copied: 0 });
         }
         let shape = shape_of(entry)?;
@@ -298,6 +308,7 @@ impl MappedWeights for CudaWeights {
         let adopted = self.adopt(entry)?;
         let tensor = adopted.tensor();
         known.insert(index, adopted);
+        lock(&self.mapped(entry)?.served).insert(index);
         Ok(tensor)
     }
 
@@ -362,6 +373,12 @@ impl MappedWeights for CudaWeights {
             },
         }
     }
+
+    fn let_go(&self) -> Option<u64> {
+        let gone = self.mapped.as_ref()?.let_go();
+        let bytes = gone.iter().map(|index| self.manifest.tensors[*index].bytes);
+        Some(bytes.sum())
+    }
 }
 
 impl Drop for CudaWeights {
@@ -381,9 +398,10 @@ impl fmt::Debug for CudaWeights {
 }
 
 impl Mapped {
-    /// A slice over mapped memory, for work on `cuda`'s stream.
+    /// A slice over an entry's mapped memory, for work on `cuda`'s stream.
     fn slice(
         &self,
+        entry: usize,
         dtype: DType,
         address: u64,
         count: usize,
@@ -403,10 +421,14 @@ impl Mapped {
         {
             let mut slices = lock(&self.slices);
             if slices.len() == slices.capacity() {
-                slices.retain(|s| s.strong_count() > 0);
+                slices.retain(|s| s.alive.strong_count() > 0);
             }
-            slices.push(Arc::downgrade(&stream));
+            slices.push(Slice {
+                entry,
+                alive: Arc::downgrade(&stream),
+            });
         }
+        lock(&self.served).insert(entry);
         macro_rules! over {
             ($($name:ident),*) => {
                 match dtype {
@@ -426,7 +448,7 @@ impl Mapped {
     /// How many tensors read this memory. Lets go of quantized ones that nobody else holds.
     fn alive(&self) -> usize {
         let mut slices = lock(&self.slices);
-        slices.retain(|s| s.strong_count() > 0);
+        slices.retain(|s| s.alive.strong_count() > 0);
         let mut quantized = lock(&self.quantized);
         for (index, adopted) in std::mem::take(&mut *quantized) {
             if let Err(adopted) = adopted.release() {
@@ -434,6 +456,19 @@ impl Mapped {
             }
         }
         slices.len() + quantized.len()
+    }
+
+    /// The entries that were served in place and that nobody refers to any more.
+    fn let_go(&self) -> HashSet<usize> {
+        self.alive();
+        let mut gone = lock(&self.served).clone();
+        for slice in lock(&self.slices).iter() {
+            gone.remove(&slice.entry);
+        }
+        for index in lock(&self.quantized).keys() {
+            gone.remove(index);
+        }
+        gone
     }
 
     /// Unmaps, or gives `self` back where tensors are alive. Returns what was held with the mapping.

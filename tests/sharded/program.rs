@@ -308,6 +308,53 @@ fn only_what_a_trace_asked_for_is_loaded_and_a_strange_trace_is_refused() {
 }
 
 #[test]
+fn the_trace_of_one_rank_on_the_whole_model_is_the_plan_for_all_ranks() {
+    let model = Model::new(1);
+    let daemon = Daemon::start();
+    let file = model.model.to_str().unwrap();
+    assert_ok(&daemon.run(&["load", file, "--name", "m"]));
+    let hint = |dim, rank| Shard {
+        dim,
+        rank,
+        world_size: 2,
+    };
+    // What a tensor-parallel model asks for, as one of its ranks.
+    let build = |cache: &IpcCache, rank| {
+        let vb = cache.sharded(DType::F32);
+        let up = vb.get_with_hints((), "up.weight", hint(0, rank)).unwrap();
+        let down = vb.get_with_hints((), "down.weight", hint(1, rank)).unwrap();
+        let norm = vb.get(2, "norm.weight").unwrap();
+        assert!(!vb.contains_tensor("up.bias"));
+        [up, down, norm].map(|t| t.flatten_all().unwrap().to_vec1::<f32>().unwrap())
+    };
+    let whole = IpcCache::attach(&daemon.config("m"), &Device::Cpu).unwrap();
+    let wanted = [build(&whole, 0), build(&whole, 1)];
+    let recorded = IpcCache::attach(&daemon.config("m"), &Device::Cpu).unwrap();
+    build(&recorded, 0);
+    let path = model.folder.path().join("trace.json");
+    let trace = recorded.trace();
+    trace.write(&path).unwrap();
+    assert_eq!(trace.tensors.len(), 3);
+
+    let path = path.to_str().unwrap();
+    let args = ["load", file, "--tp", "2", "--plan", path, "--only", path];
+    assert_ok(&daemon.run(&args));
+    for (rank, wanted) in wanted.iter().enumerate() {
+        let cache = attach(&daemon, rank as u16);
+        assert_eq!(build(&cache, rank), *wanted);
+        assert!(cache.memory_bytes() < whole.memory_bytes());
+        // A trace of the rank itself cuts the same.
+        let cut = |trace: &Trace| -> Vec<_> {
+            let shards = trace.tensors.iter();
+            shards
+                .map(|t| (t.name.clone(), t.shard.map(|s| s.dim)))
+                .collect()
+        };
+        assert_eq!(cut(&cache.trace()), cut(&trace));
+    }
+}
+
+#[test]
 fn a_plan_is_shown_tensor_by_tensor() {
     let model = Model::new(1);
     let (file, plan) = (model.model.to_str().unwrap(), model.plan.to_str().unwrap());
