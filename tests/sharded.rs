@@ -11,6 +11,8 @@ mod plans;
 mod program;
 #[path = "sharded/slices.rs"]
 mod slices;
+#[path = "sharded/stacks.rs"]
+mod stacks;
 #[path = "common/stand_in.rs"]
 mod stand_in;
 #[path = "sharded/support.rs"]

@@ -192,6 +192,13 @@ impl Asked {
         for (position, _) in lock(&self.shards).keys() {
             asked[manifest.tensor_at(*position)] = true;
         }
+        for stack in &manifest.stacks {
+            // The same bytes: who asked for the whole asked for each, and the whole is never counted itself.
+            let whole = std::mem::replace(&mut asked[stack.tensor as usize], true);
+            for member in &stack.members {
+                asked[*member as usize] |= whole;
+            }
+        }
         let mut unasked = Unasked::default();
         for (entry, asked) in manifest.tensors.iter().zip(asked) {
             if asked {

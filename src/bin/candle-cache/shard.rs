@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use candle_ipc_cache::shard::{MAX_RANKS, Part, ShardId};
 use candle_ipc_cache::trace::Trace;
 use candle_ipc_cache::worker::select::{Selection, ShardPlan};
-use clap::builder::RangedU64ValueParser;
+use clap::builder::{FalseyValueParser, RangedU64ValueParser};
 
 /// Which part of the model to take.
 #[derive(clap::Args, Debug, Default)]
@@ -39,6 +39,10 @@ pub struct ShardArgs {
     /// shards say it
     #[arg(long, value_name = "PLAN", env = "CANDLE_CACHE_PLAN")]
     pub plan: Option<PathBuf>,
+    /// Store the experts of each layer one behind the other: `experts.N.w` are then slices of one tensor `experts.w`, whose
+    /// first dimension is the expert
+    #[arg(long, env = "CANDLE_CACHE_STACK_EXPERTS", value_parser = FalseyValueParser::new())]
+    pub stack_experts: bool,
     /// Name the entry as this pipeline stage, for instance `0/4`; --keep, --only or the plan says what it holds
     #[arg(long, value_name = "RANK/SIZE", env = "CANDLE_CACHE_PP")]
     pub pp: Option<Part>,
