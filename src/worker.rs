@@ -120,7 +120,7 @@ pub struct LoadOptions {
     /// Whether the experts of a layer are one tensor too.
     pub stack_experts: bool,
     /// Bytes of a slab; `None`: 4 GiB, or a 240th of the whole where that is more. Always raised to
-    /// the largest tensor, and until [`manifest::MAX_SLABS`] slabs suffice.
+    /// the largest tensor, and until [`MAX_SLABS`](crate::manifest::MAX_SLABS) slabs suffice.
     pub slab_bytes: Option<u64>,
     /// Quantize while loading; `None`: not.
     pub quantize: Option<Quantize>,

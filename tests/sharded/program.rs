@@ -186,10 +186,12 @@ fn one_rank_alone_and_one_device_for_each_rank() {
         assert!(error.contains(said), "{error}");
     };
     refused(&["--tp-rank", "2"], 5, "run from 0 to 1");
+    let (file, plan) = (model.model.to_str().unwrap(), model.plan.to_str().unwrap());
+    let many = daemon.run(&["load", file, "--tp", "257", "--plan", plan]);
+    assert!(String::from_utf8_lossy(&many.stderr).contains("at most 256 ranks"));
     refused(&["--device", "host,host,host"], 5, "3 devices for 2 ranks");
     refused(&["--pp", "0/2"], 5, "give --keep");
     refused(&["--pp", "2/2"], 2, "`2/2` is no rank");
-    let file = model.model.to_str().unwrap();
     let output = daemon.run(&["load", file, "--tp", "2"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(entries(&daemon).is_empty());

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use candle_ipc_cache::protocol::MAX_RANKS as MAX_SET;
 use candle_ipc_cache::shard::{MAX_RANKS, Part, ShardId};
 use candle_ipc_cache::trace::Trace;
 use candle_ipc_cache::worker::select::{Selection, ShardPlan};
@@ -96,6 +97,10 @@ impl ShardArgs {
             }
             None => 0..size,
         };
+        anyhow::ensure!(
+            ranks.len() <= MAX_SET,
+            "--tp {size}: at most {MAX_SET} ranks are one set; load them one by one, with --tp-rank"
+        );
         let of = |rank| ShardId {
             tp: Part::new(rank, size),
             ..shard
