@@ -24,6 +24,8 @@ pub struct Key {
     pub shard: ShardId,
     /// Which tensors were taken, and how they were cut: [`ALL`], or counts and a digest over names and cuts.
     pub selection: String,
+    /// Whether the experts of a layer lie one behind the other, as one tensor.
+    pub stacked: bool,
     /// `stored`, or the dtype that float tensors were converted to (`bf16`, `f16`, `f32`).
     pub dtype: String,
     /// Quantization recipe in its canonical spelling; `none` where nothing was quantized.
@@ -166,6 +168,11 @@ impl Key {
         field("model", &wanted.model, &self.model);
         field("shard", &wanted.shard.to_string(), &self.shard.to_string());
         field("selection", &wanted.selection, &self.selection);
+        field(
+            "stacked experts",
+            &wanted.stacked.to_string(),
+            &self.stacked.to_string(),
+        );
         field("dtype", &wanted.dtype, &self.dtype);
         field("recipe", &wanted.recipe, &self.recipe);
         field(

@@ -1,6 +1,7 @@
 //! The manifest: the table that says which tensor lies where inside an epoch's slabs.
 //! It is encoded once, into a sealed memfd, and every party that receives one parses it here.
 
+use std::collections::HashSet;
 use std::fmt;
 
 use std::marker::PhantomData;
@@ -89,7 +90,7 @@ pub struct TensorEntry {
     pub cut: Option<u32>,
     /// Index of its slab.
     pub slab: u32,
-    /// Bytes from the slab's start; a multiple of [`ALIGNMENT`].
+    /// Bytes from the slab's start; a multiple of [`ALIGNMENT`], but for a [`Stack`]'s members behind the first.
     pub offset: u64,
     /// Length in bytes, as [`ElementType::bytes`] says.
     pub bytes: u64,
@@ -106,6 +107,27 @@ pub struct Alias {
     pub name: String,
     /// Index into [`Manifest::tensors`].
     pub tensor: u32,
+}
+
+/// A tensor whose slices along its first dimension are tensors of their own, with names of their own: the experts of a
+/// layer. They share one memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stack {
+    /// The whole: index into [`Manifest::tensors`]. Its digests are those of [`stack_digest`] over its members'.
+    pub tensor: u32,
+    /// The slices, in order: indices into [`Manifest::tensors`].
+    #[serde(deserialize_with = "capped::<_, _, MAX_TENSORS>")]
+    pub members: Vec<u32>,
+}
+
+/// The digest of a stack: over its members' digests, in order.
+pub fn stack_digest(members: impl IntoIterator<Item = Digest>) -> Digest {
+    let mut hasher =
+        blake3::Hasher::new_derive_key("candle-ipc-cache 1 digest over stacked tensors");
+    for member in members {
+        hasher.update(&member.0);
+    }
+    hasher.finalize().into()
 }
 
 /// A small file that travels with the weights, inside the manifest's own memory.
@@ -135,6 +157,9 @@ pub struct Manifest {
     /// Second names, sorted by name, none of them a tensor's own.
     #[serde(deserialize_with = "capped::<_, _, MAX_TENSORS>")]
     pub aliases: Vec<Alias>,
+    /// Tensors that are made up of others, sorted by their index.
+    #[serde(deserialize_with = "capped::<_, _, MAX_TENSORS>")]
+    pub stacks: Vec<Stack>,
     /// Strings that travel with the weights, sorted by name.
     #[serde(deserialize_with = "capped::<_, _, MAX_ATTRIBUTES>")]
     pub attributes: Vec<(String, String)>,
@@ -356,7 +381,7 @@ impl Manifest {
                 // No name is that long, so no line begins so.
                 lines.extend_from_slice(&u64::MAX.to_le_bytes());
                 let tp = self.key.shard.tp;
-                for number in [dim, tp.rank, tp.size] {
+                for number in [dim, tp.rank.into(), tp.size.into()] {
                     lines.extend_from_slice(&number.to_le_bytes());
                 }
             }
@@ -367,6 +392,16 @@ impl Manifest {
             lines.extend_from_slice(a.name.as_bytes());
             lines.extend_from_slice(&a.tensor.to_le_bytes());
             flush(&mut lines, PIECE);
+        }
+        for stack in &self.stacks {
+            // As above.
+            lines.extend_from_slice(&(u64::MAX - 1).to_le_bytes());
+            lines.extend_from_slice(&stack.tensor.to_le_bytes());
+            lines.extend_from_slice(&(stack.members.len() as u64).to_le_bytes());
+            for member in &stack.members {
+                lines.extend_from_slice(&member.to_le_bytes());
+                flush(&mut lines, PIECE);
+            }
         }
         flush(&mut lines, 0);
         hasher.finalize().into()
@@ -399,8 +434,9 @@ impl Manifest {
         sorted(self.tensors.iter().map(|t| t.name.as_str()))?;
         sorted(self.aliases.iter().map(|a| a.name.as_str()))?;
         sorted(self.files.iter().map(|f| f.name.as_str()))?;
-        for t in &self.tensors {
-            self.check_tensor(t)?;
+        let behind = self.check_stacks()?;
+        for (i, t) in self.tensors.iter().enumerate() {
+            self.check_tensor(t, behind.contains(&(i as u32)))?;
         }
         self.check_overlaps()?;
         for a in &self.aliases {
@@ -444,7 +480,70 @@ impl Manifest {
         Ok(())
     }
 
-    fn check_tensor(&self, t: &TensorEntry) -> Result<(), ManifestError> {
+    /// Checks that each stack is its members, one behind the other, and returns those that lie behind another.
+    fn check_stacks(&self) -> Result<HashSet<u32>, ManifestError> {
+        let mut seen = HashSet::new();
+        let mut behind = HashSet::new();
+        let mut last = None;
+        let of = |index: u32| {
+            let tensor = self.tensors.get(index as usize);
+            tensor.ok_or_else(|| entry_error("a stack", "of a tensor that is not in the table"))
+        };
+        for Stack { tensor, members } in &self.stacks {
+            let stack = of(*tensor)?;
+            let wrong = |what: &str| entry_error(&stack.name, format!("a stack {what}"));
+            if last.is_some_and(|last| last >= *tensor) {
+                return Err(wrong("that is out of order, or stands twice"));
+            }
+            last = Some(*tensor);
+            if members.is_empty() {
+                return Err(wrong("of nothing"));
+            }
+            let mut offset = stack.offset;
+            for (i, index) in members.iter().enumerate() {
+                let member = of(*index)?;
+                if self.is_stack(*index as usize) || !seen.insert(*index) {
+                    return Err(wrong("of a stack, or of a tensor in two of them"));
+                }
+                let same = member.element == stack.element
+                    && stack.shape.get(1..) == Some(member.shape.as_slice())
+                    && stack.cut == member.cut.map(|dim| dim + 1)
+                    && member.bytes > 0;
+                if !same || (member.slab, member.offset) != (stack.slab, offset) {
+                    return Err(wrong(&format!(
+                        "of `{}`, which is no slice of it, or does not lie there",
+                        member.name
+                    )));
+                }
+                if i > 0 {
+                    behind.insert(*index);
+                }
+                offset = offset
+                    .checked_add(member.bytes)
+                    .ok_or_else(|| wrong("that ends nowhere"))?;
+            }
+            let digests = |of: fn(&TensorEntry) -> Digest| {
+                stack_digest(members.iter().map(|i| of(&self.tensors[*i as usize])))
+            };
+            if stack.shape.first() != Some(&(members.len() as u64))
+                || stack.source != digests(|t| t.source)
+                || stack.stored != digests(|t| t.stored)
+            {
+                return Err(wrong("of other tensors than it says"));
+            }
+        }
+        Ok(behind)
+    }
+
+    /// Whether the tensor at `index` is made up of others.
+    pub fn is_stack(&self, index: usize) -> bool {
+        let stacks = &self.stacks;
+        stacks
+            .binary_search_by(|stack| (stack.tensor as usize).cmp(&index))
+            .is_ok()
+    }
+
+    fn check_tensor(&self, t: &TensorEntry, behind: bool) -> Result<(), ManifestError> {
         within("bytes in a tensor's name", t.name.len(), MAX_NAME)?;
         within("dimensions of a tensor", t.shape.len(), MAX_RANK)?;
         if let Some(dim) = t.cut
@@ -479,7 +578,8 @@ impl Manifest {
                 format!("lies in slab {} of {}", t.slab, self.slabs.len()),
             ));
         };
-        if !t.offset.is_multiple_of(ALIGNMENT) {
+        // One that lies behind another in a stack is as far from an aligned place as its type wants.
+        if !behind && !t.offset.is_multiple_of(ALIGNMENT) {
             return Err(entry_error(
                 &t.name,
                 format!("offset {} is not a multiple of {ALIGNMENT}", t.offset),
@@ -499,7 +599,7 @@ impl Manifest {
 
     fn check_overlaps(&self) -> Result<(), ManifestError> {
         let mut order: Vec<u32> = (0..self.tensors.len() as u32)
-            .filter(|i| self.tensors[*i as usize].bytes > 0)
+            .filter(|i| self.tensors[*i as usize].bytes > 0 && !self.is_stack(*i as usize))
             .collect();
         order.sort_unstable_by_key(|i| {
             let t = &self.tensors[*i as usize];
@@ -630,10 +730,10 @@ impl Manifest {
             name: (*name).into(),
             element: *element,
             shape: shape.to_vec(),
+            cut: None,
             slab: 0,
             offset: 0,
             bytes: element.bytes(shape).expect("whole blocks"),
-            cut: None,
             source: Digest::default(),
             stored: Digest::default(),
         };
@@ -642,10 +742,11 @@ impl Manifest {
         Self {
             key: Key {
                 model: "m".into(),
+                shard: Default::default(),
+                selection: crate::key::ALL.into(),
+                stacked: false,
                 dtype: "stored".into(),
                 recipe: "none".into(),
-                selection: crate::key::ALL.into(),
-                shard: crate::shard::ShardId::default(),
                 format: FORMAT_VERSION,
                 sources: Vec::new(),
             },
@@ -653,6 +754,7 @@ impl Manifest {
             slabs: Vec::new(),
             tensors,
             aliases: Vec::new(),
+            stacks: Vec::new(),
             attributes: Vec::new(),
             files: Vec::new(),
         }

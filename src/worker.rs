@@ -28,6 +28,7 @@ mod meter;
 pub mod plan;
 mod pool;
 pub mod select;
+pub mod stack;
 pub mod stream;
 pub mod taken;
 
@@ -116,8 +117,10 @@ pub struct LoadOptions {
     pub selection: Selection,
     /// Which part of the model this is.
     pub shard: ShardId,
+    /// Whether the experts of a layer are one tensor too.
+    pub stack_experts: bool,
     /// Bytes of a slab; `None`: 4 GiB, or a 240th of the whole where that is more. Always raised to
-    /// the largest tensor, and until [`manifest::MAX_SLABS`] slabs suffice.
+    /// the largest tensor, and until [`MAX_SLABS`](crate::manifest::MAX_SLABS) slabs suffice.
     pub slab_bytes: Option<u64>,
     /// Quantize while loading; `None`: not.
     pub quantize: Option<Quantize>,
@@ -133,6 +136,7 @@ impl Default for LoadOptions {
             dtype: TargetDtype::Stored,
             selection: Selection::default(),
             shard: ShardId::default(),
+            stack_experts: false,
             quantize: None,
             slab_bytes: None,
             threads: None,
@@ -259,6 +263,9 @@ pub enum WorkerError {
     /// The selection does not fit this checkpoint.
     #[error(transparent)]
     Select(#[from] SelectError),
+    /// The experts cannot be stacked.
+    #[error(transparent)]
+    Stack(#[from] stack::StackError),
     /// A slice whose rows are no whole blocks.
     #[error(
         "tensor `{name}`, cut along dimension {dim} for rank {part}, has rows of {row} elements, which are no whole {to} \

@@ -99,6 +99,7 @@ impl Summary {
                 model: "m".into(),
                 shard: Default::default(),
                 selection: "all".into(),
+                stacked: false,
                 dtype: "stored".into(),
                 recipe: "none".into(),
                 format: 1,

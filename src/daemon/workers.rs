@@ -21,7 +21,7 @@ const TAIL: usize = 4 << 10;
 /// How long to wait for a dead worker's last words: a child of its own may hold the pipe open.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 /// Variables for `load` that belong to the operator's own command line, not to a worker's.
-const NOT_INHERITED: [&str; 15] = [
+const NOT_INHERITED: [&str; 16] = [
     "CANDLE_CACHE_MODEL",
     "CANDLE_CACHE_NAME",
     "CANDLE_CACHE_JSON",
@@ -37,6 +37,7 @@ const NOT_INHERITED: [&str; 15] = [
     "CANDLE_CACHE_PP",
     "CANDLE_CACHE_DP",
     "CANDLE_CACHE_EP",
+    "CANDLE_CACHE_STACK_EXPERTS",
 ];
 
 /// Every worker that is running.

@@ -7,8 +7,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::DType;
 
+use super::IpcCache;
 use super::report::Unasked;
-use super::{IpcCache, Shared};
 use crate::manifest::{ElementType, Manifest};
 use crate::trace::{Asked as Request, ShardHint, Trace};
 
@@ -121,7 +121,8 @@ impl Asked {
         }
     }
 
-    fn sharded(&self, position: usize, dtype: DType, hint: ShardHint) {
+    /// Notes a request for a shard of the name at this position.
+    pub(super) fn sharded(&self, position: usize, dtype: DType, hint: ShardHint) {
         *lock(&self.shards).entry((position, hint)).or_default() |= dtype_bit(dtype);
     }
 
@@ -191,6 +192,13 @@ impl Asked {
         for (position, _) in lock(&self.shards).keys() {
             asked[manifest.tensor_at(*position)] = true;
         }
+        for stack in &manifest.stacks {
+            // The same bytes: who asked for the whole asked for each, and the whole is never counted itself.
+            let whole = std::mem::replace(&mut asked[stack.tensor as usize], true);
+            for member in &stack.members {
+                asked[*member as usize] |= whole;
+            }
+        }
         let mut unasked = Unasked::default();
         for (entry, asked) in manifest.tensors.iter().zip(asked) {
             if asked {
@@ -217,17 +225,6 @@ fn in_order(manifest: &Manifest) -> Vec<usize> {
 
 fn lock<T>(record: &Mutex<T>) -> MutexGuard<'_, T> {
     record.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl Shared {
-    /// Notes that a model asked for its shard of a tensor, by the name that it uses.
-    pub(super) fn asked_shard(&self, name: &str, dtype: DType, hint: ShardHint) {
-        let held = self.naming.held(name);
-        match self.manifest.position(&held) {
-            Some(position) => self.asked.sharded(position, dtype, hint),
-            None => self.asked.missed(&held),
-        }
-    }
 }
 
 impl IpcCache {

@@ -113,12 +113,6 @@ impl Shared {
         })
     }
 
-    /// The index of the tensor that `name` stands for, or candle's own error with the nearest names.
-    #[allow(dead_code, reason = "for sharded builders")]
-    pub(super) fn find(&self, name: &str) -> Result<usize> {
-        Ok(self.locate(name)?.index)
-    }
-
     /// Whether the cache holds `name`, as a model calls it.
     pub(super) fn contains(&self, name: &str) -> bool {
         let held = self.naming.held(name);

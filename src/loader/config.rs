@@ -122,7 +122,7 @@ impl IpcConfig {
     ///
     /// The ranks of one load are one set under one id. So that no two sets mix, rank 0 attaches and hands
     /// [`IpcCache::epoch`](super::IpcCache::epoch) to the others, which attach with [`IpcConfig::epoch`].
-    pub fn tensor_parallel(mut self, rank: u32, size: u32) -> Self {
+    pub fn tensor_parallel(mut self, rank: u16, size: u16) -> Self {
         self.shard.tp = Part::new(rank, size);
         self
     }

@@ -298,7 +298,12 @@ fn compare(
     }
     if whole {
         for name in manifest.names().filter(|name| !seen.contains(name)) {
-            let held = manifest.find(name).map(|i| &manifest.tensors[i]);
+            let held = manifest.find(name);
+            // Its members are compared.
+            if held.is_some_and(|i| manifest.is_stack(i)) {
+                continue;
+            }
+            let held = held.map(|i| &manifest.tensors[i]);
             let held = held.map(|t| described(t.element.as_str(), &t.shape));
             differences.push(difference(
                 name,

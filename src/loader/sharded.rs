@@ -43,18 +43,38 @@ impl Backend for ShardedWeights {
     ) -> Result<Tensor> {
         let shared = &self.0;
         let found = shared.locate(name)?;
-        let tensor = self.slice(found.index, &wanted, name, hint, dtype, device)?;
+        let index = found.index;
+        let entry = &shared.manifest.tensors[index];
+        if let Some(dim) = entry.cut {
+            let held = shared.manifest.key.shard.tp;
+            let same = (hint.dim, hint.rank, hint.world_size)
+                == (dim as usize, held.rank as usize, held.size as usize);
+            if !same {
+                return Err(Error::from(GetError::OtherRank {
+                    name: name.into(),
+                    dim: dim as usize,
+                    held,
+                    asked: hint,
+                }));
+            }
+            let tensor = shared.plain(index, None, dtype, device)?;
+            shared
+                .asked
+                .sharded(found.position, dtype, shard_hint(hint));
+            return Ok(tensor);
+        }
         if hint.world_size == 1 {
+            shared.terms.plain_dtype(entry)?;
+            shared.check_shape(name, &wanted, shape_of(entry)?)?;
+            let tensor = shared.plain(index, None, dtype, device)?;
             shared.asked.note(found.position, Way::Plain(dtype));
             return Ok(tensor);
         }
-        let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-        let hint = ShardHint {
-            dim: number(hint.dim),
-            rank: number(hint.rank),
-            size: number(hint.world_size),
-        };
-        shared.asked_shard(name, dtype, hint);
+        let part = part(name, entry, hint)?;
+        let tensor = shared.plain(index, Some(&part), dtype, device)?;
+        shared
+            .asked
+            .sharded(found.position, dtype, shard_hint(hint));
         Ok(tensor)
     }
 
@@ -69,39 +89,13 @@ impl Backend for ShardedWeights {
     }
 }
 
-impl ShardedWeights {
-    fn slice(
-        &self,
-        index: usize,
-        wanted: &Shape,
-        name: &str,
-        hint: Shard,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Tensor> {
-        let shared = &self.0;
-        let entry = &shared.manifest.tensors[index];
-        if let Some(dim) = entry.cut {
-            let held = shared.manifest.key.shard.tp;
-            let same = (hint.dim, hint.rank, hint.world_size)
-                == (dim as usize, held.rank as usize, held.size as usize);
-            if !same {
-                return Err(Error::from(GetError::OtherRank {
-                    name: name.into(),
-                    dim: dim as usize,
-                    held,
-                    asked: hint,
-                }));
-            }
-            return shared.plain(index, None, dtype, device);
-        }
-        if hint.world_size == 1 {
-            shared.terms.plain_dtype(entry)?;
-            shared.check_shape(name, wanted, shape_of(entry)?)?;
-            return shared.plain(index, None, dtype, device);
-        }
-        let part = part(name, entry, hint)?;
-        shared.plain(index, Some(&part), dtype, device)
+/// The hint as a trace writes it. One that was answered has numbers that fit.
+fn shard_hint(hint: Shard) -> ShardHint {
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    ShardHint {
+        dim: number(hint.dim),
+        rank: number(hint.rank),
+        size: number(hint.world_size),
     }
 }
 
@@ -112,7 +106,7 @@ fn part(name: &str, entry: &TensorEntry, hint: Shard) -> Result<TensorPart> {
         rank,
         world_size,
     } = hint;
-    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let number = |n: usize| u16::try_from(n).unwrap_or(u16::MAX);
     let cut = Cut {
         dim,
         part: Part::new(number(rank), number(world_size)),
@@ -124,17 +118,19 @@ fn part(name: &str, entry: &TensorEntry, hint: Shard) -> Result<TensorPart> {
         })
     };
     match slice(entry.element, &entry.shape, cut) {
-        // candle slices along the first two dimensions, and no others.
-        Ok(_) if dim > 1 => candle_core::bail!("Get sharded on dimensions != 0 or 1"),
-        Ok((shape, runs)) => Ok(TensorPart {
-            cut,
-            shape: shape.iter().map(|d| *d as usize).collect(),
-            runs,
-        }),
         Err(CutError::Indivisible { .. }) => Err(Error::ShapeMismatchSplit {
             shape: shape_of(entry)?.into(),
             dim,
             n_parts: world_size,
+        }),
+        // candle slices along the first two dimensions, and no others.
+        _ if dim > 1 && dim < entry.shape.len() => {
+            candle_core::bail!("Get sharded on dimensions != 0 or 1")
+        }
+        Ok((shape, runs)) => Ok(TensorPart {
+            cut,
+            shape: shape.iter().map(|d| *d as usize).collect(),
+            runs,
         }),
         Err(source) => Err(refused(source)),
     }

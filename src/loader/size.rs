@@ -21,8 +21,12 @@ pub(super) fn memory_bytes(
         code,
         reason,
     };
-    let (found, elsewhere, parts) = find(connection, entry, end)?;
-    let Some(status) = found else {
+    let Found {
+        status,
+        elsewhere,
+        parts,
+    } = find(connection, entry, end)?;
+    let Some(status) = status else {
         return Err(if !parts.is_empty() && elsewhere.is_empty() {
             let held = parts.join(", ");
             refused(Refusal::OtherShard, format!("the daemon has {held}"))
@@ -55,12 +59,16 @@ pub(super) fn memory_bytes(
     }
 }
 
-/// The entry's status, the same part of the model on other devices, and other parts of it.
-fn find(
-    connection: &Connection,
-    entry: &EntryId,
-    end: Instant,
-) -> Result<(Option<EntryStatus>, Vec<String>, Vec<String>), AttachError> {
+/// What the daemon says of an entry.
+struct Found {
+    status: Option<EntryStatus>,
+    /// The same part of the model on other devices.
+    elsewhere: Vec<String>,
+    /// Other parts of the model.
+    parts: Vec<String>,
+}
+
+fn find(connection: &Connection, entry: &EntryId, end: Instant) -> Result<Found, AttachError> {
     let path = || connection.path().to_path_buf();
     let bad = |what: String| AttachError::BadAnswer { path: path(), what };
     let (mut after, mut elsewhere, mut parts) = (None::<EntryId>, Vec::new(), Vec::new());
@@ -91,7 +99,11 @@ fn find(
             }
             after = Some(status.entry.clone());
             if status.entry == *entry {
-                return Ok((Some(status), elsewhere, parts));
+                return Ok(Found {
+                    status: Some(status),
+                    elsewhere,
+                    parts,
+                });
             }
             let same = (&status.entry.name, &status.entry.role) == (&entry.name, &entry.role);
             if same && status.ready.is_some() {
@@ -105,7 +117,11 @@ fn find(
         // Pages are in order: nothing that matters lies beyond the name.
         let beyond = after.as_ref().is_some_and(|a| a.name > entry.name);
         if !more || beyond {
-            return Ok((None, elsewhere, parts));
+            return Ok(Found {
+                status: None,
+                elsewhere,
+                parts,
+            });
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Weights that were copied into memory of candle's own, so that the shared memory can be let go.
 //! Each tensor is copied once and served as often as it is asked for.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -43,8 +44,27 @@ impl CopiedWeights {
         device: &Device,
     ) -> Result<Self, TensorError> {
         let mut bytes = 0;
+        let mut parts: HashMap<usize, Tensor> = HashMap::new();
+        for stack in &manifest.stacks {
+            let entry = &manifest.tensors[stack.tensor as usize];
+            // Blocks cannot be views of others: there, whole and members are copied each.
+            if shape_of(entry).is_err() || plain_dtype(entry.element).is_none() {
+                continue;
+            }
+            let whole = weights.copied(stack.tensor as usize, device)?;
+            bytes += entry.bytes;
+            for (i, member) in stack.members.iter().enumerate() {
+                let part = whole.get(i).map_err(|e| candle(entry, e))?;
+                parts.insert(*member as usize, part);
+            }
+            parts.insert(stack.tensor as usize, whole);
+        }
         let mut copies = Vec::with_capacity(manifest.tensors.len());
         for (index, entry) in manifest.tensors.iter().enumerate() {
+            if let Some(part) = parts.remove(&index) {
+                copies.push(Held::Plain(part));
+                continue;
+            }
             let held = copy(weights, index, entry, device)?;
             if !matches!(held, Held::Nothing) {
                 bytes += entry.bytes;

@@ -210,7 +210,9 @@ impl CudaWeights {
         };
         let end = entry.offset.saturating_add((bytes + tail) as u64);
         let starts = self.starts();
-        let next = starts.partition_point(|s| *s <= (entry.slab, entry.offset));
+        // A stack's members begin within it.
+        let after = (entry.slab, entry.offset + entry.bytes);
+        let next = starts.partition_point(|s| *s < after);
         if starts
             .get(next)
             .is_some_and(|(slab, at)| *slab == entry.slab && *at < end)
@@ -340,7 +342,10 @@ impl MappedWeights for CudaWeights {
     }
 
     fn verify(&self) -> Result<(), TensorError> {
-        self.manifest.tensors.par_iter().try_for_each(|entry| {
+        // A stack is its members.
+        let tensors = self.manifest.tensors.par_iter().enumerate();
+        let own = tensors.filter(|(i, _)| !self.manifest.is_stack(*i));
+        own.try_for_each(|(_, entry)| {
             let mapping = &self.mapped(entry)?.mapping;
             let mut hasher = blake3::Hasher::new();
             let mut buffer = vec![0; CHUNK.min(entry.bytes as usize)];
@@ -432,7 +437,7 @@ impl Mapped {
         macro_rules! over {
             ($($name:ident),*) => {
                 match dtype {
-                    // SAFETY: `count` elements of this type lie at `address`, aligned to 256 bytes and
+                    // SAFETY: `count` elements of this type lie at `address`, aligned to their size and
                     // readable by the GPU. The mapping outlives the slice: it goes only when the
                     // slice's stream, which was noted above, has no holder any more.
                     $(DType::$name => CudaStorageSlice::$name(unsafe { stream.upgrade_device_ptr(address, count) }),)*

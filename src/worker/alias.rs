@@ -70,9 +70,10 @@ pub fn find(
     report: &Report<'_>,
 ) -> Result<Aliases, WorkerError> {
     let tensors = &checkpoint.tensors;
-    let mut alike: HashMap<(ElementType, &[u64], Option<Cut>), Vec<usize>> = HashMap::new();
+    // A slice and a whole tensor are different things, though their bytes be equal.
+    type Kind<'a> = (ElementType, &'a [u64], Option<Cut>);
+    let mut alike: HashMap<Kind<'_>, Vec<usize>> = HashMap::new();
     for (i, t) in tensors.iter().enumerate().filter(|(_, t)| t.bytes > 0) {
-        // A slice and a whole tensor are different things, though their bytes be equal.
         let cut = t.slice.map(|slice| slice.cut);
         let kind = (t.element, t.shape.as_slice(), cut);
         alike.entry(kind).or_default().push(i);

@@ -1,15 +1,18 @@
 //! Where each tensor will lie, decided from headers alone, before any memory is taken.
 //! Tensors follow one another in the slabs as they do in the files, so that reading is sequential.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::checkpoint::Checkpoint;
 use crate::key::Key;
-use crate::manifest::{ALIGNMENT, Alias, Digest, ElementType, MAX_SLABS, Manifest, TensorEntry};
+use crate::manifest::{
+    ALIGNMENT, Alias, Digest, ElementType, MAX_SLABS, Manifest, Stack, TensorEntry, stack_digest,
+};
 use crate::slab::{CHUNK, DeviceId};
 
 use super::alias::Aliases;
+use super::stack::Group;
 use super::taken::{Becomes, Taken};
 use super::{LoadOptions, WorkerError};
 
@@ -32,6 +35,8 @@ pub struct Plan {
     pub tensors: Vec<Placed>,
     /// Second names, in order: index into [`Checkpoint::tensors`], index into [`Plan::tensors`].
     pub aliases: Vec<(usize, usize)>,
+    /// Tensors that lie one behind the other, and are one tensor too: indices into [`Plan::tensors`].
+    pub stacks: Vec<Group>,
     /// Quantize values that no block can hold into whatever comes out.
     pub allow_nonfinite: bool,
 }
@@ -77,6 +82,14 @@ impl Plan {
         // Equal tensors share a place where they become the same: by the first of them, the type, and what is important.
         let mut places: HashMap<(usize, ElementType, Option<*const f32>), usize> = HashMap::new();
         let mut total = 0u64;
+        let stacked: HashSet<usize> = taken
+            .stacks
+            .iter()
+            .flat_map(|s| &s.members)
+            .copied()
+            .collect();
+        // Where each tensor stands among those that are placed.
+        let mut at: HashMap<usize, usize> = HashMap::new();
         for (source, (t, becomes)) in checkpoint.tensors.iter().zip(&taken.becomes).enumerate() {
             let Becomes {
                 element,
@@ -85,7 +98,10 @@ impl Plan {
             } = *becomes;
             let first = aliases.first_of(source).unwrap_or(source);
             let place = (first, element, importance.as_ref().map(|i| i.as_ptr()));
-            if let Some(place) = places.get(&place) {
+            // A stack's members each have their place in it.
+            if !stacked.contains(&source)
+                && let Some(place) = places.get(&place)
+            {
                 seconds.push((source, *place));
                 continue;
             }
@@ -109,7 +125,8 @@ impl Plan {
                 .and_then(|room| total.checked_add(room))
                 .filter(|total| *total <= u64::MAX / 2)
                 .ok_or_else(too_large)?;
-            places.insert(place, tensors.len());
+            places.entry(place).or_insert(tensors.len());
+            at.insert(source, tensors.len());
             tensors.push(Placed {
                 source,
                 element,
@@ -122,11 +139,30 @@ impl Plan {
             });
         }
 
-        let mut order: Vec<usize> = (0..tensors.len())
-            .filter(|i| tensors[*i].bytes > 0)
+        let stacks: Vec<Group> = taken
+            .stacks
+            .iter()
+            .map(|group| Group {
+                name: group.name.clone(),
+                members: group.members.iter().map(|source| at[source]).collect(),
+            })
             .collect();
-        order.sort_by_key(|i| {
-            let t = &checkpoint.tensors[tensors[*i].source];
+        for stack in &stacks {
+            // What is read past one is the next one; only behind the last there must be zeros.
+            for member in &stack.members[..stack.members.len() - 1] {
+                tensors[*member].tail = 0;
+            }
+        }
+        let alone = (0..tensors.len())
+            .filter(|i| tensors[*i].bytes > 0 && !stacked.contains(&tensors[*i].source))
+            .map(|i| vec![i]);
+        let mut order: Vec<Vec<usize>> = stacks
+            .iter()
+            .map(|stack| stack.members.clone())
+            .chain(alone)
+            .collect();
+        order.sort_by_key(|members| {
+            let t = &checkpoint.tensors[tensors[members[0]].source];
             (t.file, t.offset)
         });
         let page = if cuda { CUDA_PAGE } else { 1 };
@@ -135,6 +171,7 @@ impl Plan {
         Ok(Self {
             slabs,
             aliases: seconds,
+            stacks,
             tensors,
             allow_nonfinite: options.quantize.as_ref().is_some_and(|q| q.allow_nonfinite),
         })
@@ -189,26 +226,62 @@ impl Plan {
                 stored,
             }
         };
+        let mut tensors: Vec<TensorEntry> = self.tensors.iter().zip(digests).map(entry).collect();
+        let stacks = self.stacks.iter().map(|stack| stacked(stack, &tensors));
+        let stacks: Vec<TensorEntry> = stacks.collect();
+        tensors.extend(stacks);
+        // By name: where each of them stands then.
+        let mut order: Vec<usize> = (0..tensors.len()).collect();
+        order.sort_by(|a, b| tensors[*a].name.cmp(&tensors[*b].name));
+        let mut place = vec![0u32; order.len()];
+        for (new, old) in order.iter().enumerate() {
+            place[*old] = new as u32;
+        }
+        tensors.sort_by(|a, b| a.name.cmp(&b.name));
         let alias = |(source, tensor): &(usize, usize)| Alias {
             name: checkpoint.tensors[*source].name.clone(),
-            tensor: *tensor as u32,
+            tensor: place[*tensor],
         };
+        let stack = |(i, stack): (usize, &Group)| Stack {
+            tensor: place[self.tensors.len() + i],
+            members: stack.members.iter().map(|member| place[*member]).collect(),
+        };
+        let mut stacks: Vec<Stack> = self.stacks.iter().enumerate().map(stack).collect();
+        stacks.sort_by_key(|stack| stack.tensor);
         Manifest {
             key,
             root: Digest::default(),
             slabs: self.slabs.clone(),
-            tensors: self.tensors.iter().zip(digests).map(entry).collect(),
             aliases: self.aliases.iter().map(alias).collect(),
+            tensors,
+            stacks,
             attributes: checkpoint.attributes.clone(),
             files: Vec::new(),
         }
     }
 }
 
-/// Places the tensors in `order`, and returns the slabs' lengths: multiples of `page`, at most [`MAX_SLABS`].
+/// All members of a stack as one tensor.
+fn stacked(stack: &Group, tensors: &[TensorEntry]) -> TensorEntry {
+    let members = || stack.members.iter().map(|i| &tensors[*i]);
+    let first = &tensors[stack.members[0]];
+    TensorEntry {
+        name: stack.name.clone(),
+        element: first.element,
+        shape: [&[stack.members.len() as u64], first.shape.as_slice()].concat(),
+        cut: first.cut.map(|dim| dim + 1),
+        slab: first.slab,
+        offset: first.offset,
+        bytes: members().map(|t| t.bytes).sum(),
+        source: stack_digest(members().map(|t| t.source)),
+        stored: stack_digest(members().map(|t| t.stored)),
+    }
+}
+
+/// Places the tensors in `order`, those of one list one behind the other, and returns the slabs' lengths: multiples of `page`, at most [`MAX_SLABS`].
 fn pack(
     tensors: &mut [Placed],
-    order: &[usize],
+    order: &[Vec<usize>],
     total: u64,
     slab_bytes: Option<u64>,
     page: u64,
@@ -225,20 +298,24 @@ fn pack(
     }
 }
 
-/// Fills slab after slab up to `limit` bytes. A tensor that is larger has one of its own.
-fn pack_into(tensors: &mut [Placed], order: &[usize], limit: u64, page: u64) -> Vec<u64> {
+/// Fills slab after slab up to `limit` bytes. What is larger has one of its own.
+fn pack_into(tensors: &mut [Placed], order: &[Vec<usize>], limit: u64, page: u64) -> Vec<u64> {
     let mut slabs: Vec<u64> = Vec::new();
-    for i in order {
-        let t = &mut tensors[*i];
-        let room = t.bytes + t.tail;
-        let mut offset = slabs.last().map(|end| end.next_multiple_of(ALIGNMENT));
-        offset = offset.filter(|offset| offset + room <= limit);
-        t.offset = offset.unwrap_or(0);
+    for members in order {
+        let room = members.iter().map(|i| tensors[*i].bytes + tensors[*i].tail);
+        let room: u64 = room.sum();
+        let start = slabs.last().map(|end| end.next_multiple_of(ALIGNMENT));
+        let start = start.filter(|start| start + room <= limit);
+        let mut offset = start.unwrap_or(0);
         match slabs.last_mut() {
-            Some(end) if offset.is_some() => *end = t.offset + room,
+            Some(end) if start.is_some() => *end = offset + room,
             _ => slabs.push(room),
         }
-        t.slab = (slabs.len() - 1) as u32;
+        for i in members {
+            let t = &mut tensors[*i];
+            (t.offset, t.slab) = (offset, (slabs.len() - 1) as u32);
+            offset += t.bytes + t.tail;
+        }
     }
     for end in &mut slabs {
         *end = end.next_multiple_of(page);

@@ -1,7 +1,7 @@
 //! What a load takes of a checkpoint: which tensors, and how they are cut among tensor-parallel ranks.
 //! Decided from names and shapes alone: a plan that does not fit is refused before a tensor's byte is read.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,6 +12,8 @@ use crate::checkpoint::SourceTensor;
 use crate::pattern;
 use crate::shard::{CutError, Part};
 use crate::trace::{Trace, TraceError};
+
+use super::stack;
 
 /// Most rules, and most patterns to keep, of one plan.
 const MAX_RULES: usize = 4096;
@@ -152,6 +154,17 @@ pub enum SelectError {
         /// A tensor that both name.
         tensor: String,
     },
+    /// A cut between stacked experts.
+    #[error(
+        "the trace {shown} asks for slices of the stacked experts `{tensor}` along dimension 0, which are other experts for \
+         each rank: load those with --keep and --ep, or give a plan of rules that cuts each expert"
+    )]
+    Experts {
+        /// The trace.
+        shown: String,
+        /// The stack.
+        tensor: String,
+    },
     /// Names that the checkpoint does not hold.
     #[error(
         "the trace {shown} asks for {} of {asked} tensors that this checkpoint does not hold, so it is of another model or \
@@ -187,7 +200,7 @@ pub enum SelectError {
         /// The tensor.
         tensor: String,
         /// How many ranks.
-        size: u32,
+        size: u16,
         /// What stands against it.
         source: CutError,
     },
@@ -240,13 +253,18 @@ impl Selection {
         self.only.is_some() || !self.keep.is_empty() || planned
     }
 
-    /// What is taken of `tensors` for rank `tp`, in their order.
+    /// What is taken of `tensors` for rank `tp`, in their order. With `stacked`, a trace may name experts by their stack.
     ///
     /// # Errors
     /// Names what does not fit, and the tensor.
-    pub fn resolve(&self, tensors: &[SourceTensor], tp: Part) -> Result<Vec<Pick>, SelectError> {
+    pub fn resolve(
+        &self,
+        tensors: &[SourceTensor],
+        tp: Part,
+        stacked: bool,
+    ) -> Result<Vec<Pick>, SelectError> {
         if let Some(only) = &self.only {
-            only.check(tensors)?;
+            only.check(tensors, stacked)?;
         }
         let planned = self.plan.iter().flat_map(|plan| &plan.keep);
         let keep: Vec<&String> = self.keep.iter().chain(planned).collect();
@@ -254,7 +272,7 @@ impl Selection {
             named("the pattern to keep", pattern, tensors)?;
         }
         let dims = match &self.plan {
-            Some(plan) => plan.dims(tensors)?,
+            Some(plan) => plan.dims(tensors, stacked)?,
             None if !tp.is_whole() => return Err(SelectError::NoPlan { part: tp }),
             None => vec![None; tensors.len()],
         };
@@ -270,7 +288,9 @@ impl Selection {
             .enumerate()
             .filter(|(index, _)| {
                 let name = &tensors[*index].name;
-                let asked = |only: &Arc<Named>| only.tensors.contains_key(name);
+                let asked = |only: &Arc<Named>| {
+                    only.tensors.contains_key(name) || only.by_stack(name, stacked).is_some()
+                };
                 self.only.as_ref().is_none_or(asked)
                     && (keep.is_empty() || keep.iter().any(|p| pattern::names(p, name)))
             })
@@ -389,12 +409,18 @@ impl ShardPlan {
     }
 
     /// The dimension along which each of `tensors` is cut.
-    fn dims(&self, tensors: &[SourceTensor]) -> Result<Vec<Option<u32>>, SelectError> {
+    fn dims(
+        &self,
+        tensors: &[SourceTensor],
+        stacked: bool,
+    ) -> Result<Vec<Option<u32>>, SelectError> {
         match &self.how {
             How::Trace(trace) => {
-                trace.check(tensors)?;
-                let dim = |t: &SourceTensor| trace.tensors.get(&t.name).and_then(|wish| wish.dim);
-                Ok(tensors.iter().map(dim).collect())
+                trace.check(tensors, stacked)?;
+                tensors
+                    .iter()
+                    .map(|t| trace.dim(&t.name, stacked))
+                    .collect()
             }
             How::Rules(rules) => {
                 for rule in rules {
@@ -475,14 +501,43 @@ impl Named {
         Ok(Self { shown, tensors })
     }
 
+    /// What was asked for the stack that `tensor` is an expert of.
+    fn by_stack(&self, tensor: &str, stacked: bool) -> Option<(&String, &Wish)> {
+        let (stack, _) = stack::place(tensor).filter(|_| stacked)?;
+        self.tensors.get_key_value(&stack)
+    }
+
+    /// The dimension along which `tensor` is cut.
+    fn dim(&self, tensor: &str, stacked: bool) -> Result<Option<u32>, SelectError> {
+        if let Some(wish) = self.tensors.get(tensor) {
+            return Ok(wish.dim);
+        }
+        let Some((stack, wish)) = self.by_stack(tensor, stacked) else {
+            return Ok(None);
+        };
+        match wish.dim {
+            None => Ok(None),
+            Some(0) => Err(SelectError::Experts {
+                shown: self.shown.clone(),
+                tensor: stack.clone(),
+            }),
+            Some(dim) => Ok(Some(dim - 1)),
+        }
+    }
+
     /// Whether the checkpoint is one that the trace can have been recorded on.
-    fn check(&self, tensors: &[SourceTensor]) -> Result<(), SelectError> {
+    fn check(&self, tensors: &[SourceTensor], stacked: bool) -> Result<(), SelectError> {
         let held: HashMap<&str, &SourceTensor> =
             tensors.iter().map(|t| (t.name.as_str(), t)).collect();
+        let stacks: HashSet<String> = tensors
+            .iter()
+            .filter(|_| stacked)
+            .filter_map(|t| Some(stack::place(&t.name)?.0))
+            .collect();
         let missing: Vec<String> = self
             .tensors
             .keys()
-            .filter(|name| !held.contains_key(name.as_str()))
+            .filter(|name| !held.contains_key(name.as_str()) && !stacks.contains(*name))
             .cloned()
             .collect();
         if !missing.is_empty() {

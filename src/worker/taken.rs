@@ -11,6 +11,7 @@ use crate::quantize::{self, Assigned};
 use crate::shard::Cut;
 
 use super::select::{Pick, SelectError};
+use super::stack::{self, Group, StackError};
 use super::{LoadOptions, WorkerError};
 
 /// What a load takes of a checkpoint.
@@ -20,6 +21,7 @@ pub struct Taken<'a> {
     /// The taken tensors, where they are not simply all.
     part: Option<Checkpoint>,
     pub(super) becomes: Vec<Becomes>,
+    pub(super) stacks: Vec<Group>,
     selection: String,
 }
 
@@ -39,7 +41,9 @@ impl<'a> Taken<'a> {
     /// When the selection or the recipe does not fit the checkpoint. No tensor's byte is read.
     pub fn of(checkpoint: &'a Checkpoint, options: &LoadOptions) -> Result<Self, WorkerError> {
         let tp = options.shard.tp;
-        let picks = options.selection.resolve(&checkpoint.tensors, tp)?;
+        let tensors = &checkpoint.tensors;
+        let selection = &options.selection;
+        let picks = selection.resolve(tensors, tp, options.stack_experts)?;
         // Rules are about the model, not about one rank's or one stage's part of it.
         let becomes = becomes(checkpoint, options)?;
         let all = picks.len() == checkpoint.tensors.len();
@@ -47,6 +51,7 @@ impl<'a> Taken<'a> {
             return Ok(Self {
                 whole: checkpoint,
                 part: None,
+                stacks: stacks(options, &checkpoint.tensors, &becomes)?,
                 becomes,
                 selection: key::ALL.into(),
             });
@@ -73,8 +78,10 @@ impl<'a> Taken<'a> {
             taken.push(becomes.of_slice(tensor, &slice, cut)?);
             tensors.push(slice);
         }
+        let stacks = stacks(options, &tensors, &taken)?;
         Ok(Self {
             whole: checkpoint,
+            stacks,
             part: Some(Checkpoint {
                 name: checkpoint.name.clone(),
                 files: checkpoint
@@ -109,6 +116,7 @@ impl<'a> Taken<'a> {
             model: options.entry_name(self.whole).to_string(),
             shard: options.shard,
             selection: self.selection.clone(),
+            stacked: options.stack_experts,
             dtype: options.dtype.to_string(),
             recipe: match &options.quantize {
                 Some(quantize) => quantize.canonical(),
@@ -118,6 +126,17 @@ impl<'a> Taken<'a> {
             sources: files.map(|f| f.receipt.clone()).collect(),
         }
     }
+}
+
+fn stacks(
+    options: &LoadOptions,
+    tensors: &[SourceTensor],
+    becomes: &[Becomes],
+) -> Result<Vec<Group>, StackError> {
+    if !options.stack_experts {
+        return Ok(Vec::new());
+    }
+    stack::find(tensors, becomes)
 }
 
 /// Another descriptor of the same open file.

@@ -131,6 +131,7 @@ impl Model {
             model: self.name.clone(),
             shard: self.shard,
             selection: "all".into(),
+            stacked: false,
             dtype: "stored".into(),
             recipe: "none".into(),
             format: FORMAT_VERSION,
@@ -142,6 +143,7 @@ impl Model {
             slabs,
             tensors: entries,
             aliases,
+            stacks: Vec::new(),
             attributes: self.attributes.clone(),
             files: Vec::new(),
         };

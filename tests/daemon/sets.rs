@@ -17,20 +17,20 @@ use crate::support::{
     Attached, Daemon, PATIENCE, Weights, ask, eventually, quick, refusal, take_attached,
 };
 
-const RANKS: u32 = 2;
+const RANKS: u16 = 2;
 
-fn shard(rank: u32) -> ShardId {
+fn shard(rank: u16) -> ShardId {
     ShardId::tensor_parallel(rank, RANKS)
 }
 
-fn entry(rank: u32) -> EntryId {
+fn entry(rank: u16) -> EntryId {
     EntryId {
         shard: shard(rank),
         ..EntryId::new("m", DeviceId::Host)
     }
 }
 
-fn member(rank: u32) -> Member {
+fn member(rank: u16) -> Member {
     Member {
         shard: shard(rank),
         device: DeviceId::Host,
@@ -52,7 +52,7 @@ fn announced(daemon: &Daemon) -> Connection {
     connection
 }
 
-fn offer(connection: &Connection, rank: u32, fill: u8) -> Reply {
+fn offer(connection: &Connection, rank: u16, fill: u8) -> Reply {
     Weights::of_rank("m", fill, shard(rank)).offer(connection)
 }
 
@@ -66,7 +66,7 @@ fn publish(daemon: &Daemon, fill: u8) -> (EpochId, bool) {
     }
 }
 
-fn request(rank: u32, epoch: Option<EpochId>, wait: Duration) -> Request {
+fn request(rank: u16, epoch: Option<EpochId>, wait: Duration) -> Request {
     Request::Attach {
         entry: entry(rank),
         epoch,
@@ -76,7 +76,7 @@ fn request(rank: u32, epoch: Option<EpochId>, wait: Duration) -> Request {
 
 fn attach_at(
     socket: &Path,
-    rank: u32,
+    rank: u16,
     epoch: Option<EpochId>,
 ) -> Result<Attached, (Refusal, String)> {
     let connection = Connection::connect(socket, PATIENCE).unwrap();
@@ -87,7 +87,7 @@ fn attach_at(
 
 fn attach(
     daemon: &Daemon,
-    rank: u32,
+    rank: u16,
     epoch: Option<EpochId>,
 ) -> Result<Attached, (Refusal, String)> {
     attach_at(&daemon.socket, rank, epoch)
@@ -103,7 +103,7 @@ fn filled(attached: &Attached) -> u8 {
     slab.as_slice()[0]
 }
 
-fn status(daemon: &Daemon, rank: u32) -> EntryStatus {
+fn status(daemon: &Daemon, rank: u16) -> EntryStatus {
     let entries = daemon.status();
     let found = entries.into_iter().find(|s| s.entry == entry(rank));
     found.unwrap()
@@ -133,7 +133,7 @@ fn nothing_of_a_set_is_seen_before_its_last_rank_is_offered() {
     assert_eq!((first.epoch, filled(&first)), (epoch, 7));
     let status = status(&daemon, 0);
     assert_eq!(status.entry.to_string(), "`m` (tp 0/2) on host");
-    assert_eq!(status.ready.unwrap().ranks, RANKS);
+    assert_eq!(status.ready.unwrap().ranks, u32::from(RANKS));
 }
 
 #[test]

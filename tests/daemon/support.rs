@@ -259,6 +259,7 @@ impl Weights {
                 model: name.into(),
                 shard: Default::default(),
                 selection: "all".into(),
+                stacked: false,
                 dtype: "stored".into(),
                 recipe: "none".into(),
                 format: FORMAT_VERSION,
@@ -268,6 +269,7 @@ impl Weights {
             slabs: vec![1024; slabs as usize],
             tensors,
             aliases: Vec::new(),
+            stacks: Vec::new(),
             attributes: Vec::new(),
             files: Vec::new(),
         };

@@ -103,6 +103,7 @@ fn load(args: &Args, global: &Global) -> anyhow::Result<()> {
         dtype: args.dtype,
         quantize: args.quantize.read()?,
         selection: args.shard.selection()?,
+        stack_experts: args.shard.stack_experts,
         slab_bytes: args.slab_bytes,
         threads: args.threads,
         ..LoadOptions::default()

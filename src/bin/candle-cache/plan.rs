@@ -90,6 +90,7 @@ fn plan(args: &Args, global: &Global) -> anyhow::Result<()> {
         dtype: args.dtype,
         quantize,
         selection: args.shard.selection()?,
+        stack_experts: args.shard.stack_experts,
         shard,
         ..LoadOptions::default()
     };

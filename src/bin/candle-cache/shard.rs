@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 
+use candle_ipc_cache::protocol::MAX_RANKS as MAX_SET;
 use candle_ipc_cache::shard::{MAX_RANKS, Part, ShardId};
 use candle_ipc_cache::trace::Trace;
 use candle_ipc_cache::worker::select::{Selection, ShardPlan};
-use clap::builder::RangedU64ValueParser;
+use clap::builder::{FalseyValueParser, RangedU64ValueParser};
 
 /// Which part of the model to take.
 #[derive(clap::Args, Debug, Default)]
@@ -24,8 +25,8 @@ pub struct ShardArgs {
     pub keep: Vec<String>,
     /// Cut the tensors among this many tensor-parallel ranks, as --plan says
     #[arg(long, value_name = "SIZE", env = "CANDLE_CACHE_TP", requires = "plan",
-        value_parser = RangedU64ValueParser::<u32>::new().range(1..=MAX_RANKS as u64))]
-    pub tp: Option<u32>,
+        value_parser = RangedU64ValueParser::<u16>::new().range(1..=MAX_RANKS as u64))]
+    pub tp: Option<u16>,
     /// Take this rank's slices alone [default: all ranks, published together as one set]
     #[arg(
         long,
@@ -33,12 +34,16 @@ pub struct ShardArgs {
         env = "CANDLE_CACHE_TP_RANK",
         requires = "tp"
     )]
-    pub tp_rank: Option<u32>,
+    pub tp_rank: Option<u16>,
     /// How tensors are cut: a `.toml` file of rules (under `[rules]`, `"*.q_proj" = 0` for slices along dimension 0,
     /// `"*norm*" = "replicate"` for all of it; what no rule names is whole; `keep = [...]` as --keep), or a trace, whose
     /// shards say it
     #[arg(long, value_name = "PLAN", env = "CANDLE_CACHE_PLAN")]
     pub plan: Option<PathBuf>,
+    /// Store the experts of each layer one behind the other: `experts.N.w` are then slices of one tensor `experts.w`, whose
+    /// first dimension is the expert
+    #[arg(long, env = "CANDLE_CACHE_STACK_EXPERTS", value_parser = FalseyValueParser::new())]
+    pub stack_experts: bool,
     /// Name the entry as this pipeline stage, for instance `0/4`; --keep, --only or the plan says what it holds
     #[arg(long, value_name = "RANK/SIZE", env = "CANDLE_CACHE_PP")]
     pub pp: Option<Part>,
@@ -92,6 +97,10 @@ impl ShardArgs {
             }
             None => 0..size,
         };
+        anyhow::ensure!(
+            ranks.len() <= MAX_SET,
+            "--tp {size}: at most {MAX_SET} ranks are one set; load them one by one, with --tp-rank"
+        );
         let of = |rank| ShardId {
             tp: Part::new(rank, size),
             ..shard

@@ -133,7 +133,7 @@ fn unload_takes_all_that_match_or_none() {
     draft.role = "draft".into();
     for id in [&host("m"), &draft] {
         registry
-            .announce(&[id.clone()], 1)
+            .announce(std::slice::from_ref(id), 1)
             .unwrap()
             .publish(offered(1, 1))
             .unwrap();
@@ -196,7 +196,7 @@ fn absence_names_the_nearest_the_other_device_and_the_other_role() {
     draft.role = "draft".into();
     for id in [&host("llama-8b"), &draft] {
         registry
-            .announce(&[id.clone()], 1)
+            .announce(std::slice::from_ref(id), 1)
             .unwrap()
             .publish(offered(1, 1))
             .unwrap();

@@ -120,7 +120,7 @@ pub(crate) fn a_rank_serves_its_own_slices_and_names_both_ranks_to_others(place:
     let whole = values(ElementType::F32, 48);
     let of_rank = |rank: usize| {
         let mut model = Model::new("m");
-        model.shard = ShardId::tensor_parallel(rank as u32, 2);
+        model.shard = ShardId::tensor_parallel(rank as u16, 2);
         model.cuts = vec![("rows".into(), 0), ("columns".into(), 1)];
         for (name, dim, shape) in [("rows", 0, [4, 6]), ("columns", 1, [8, 3])] {
             let mine = cut(&whole, DType::F32, &[8, 6], hint(dim, rank, 2));
@@ -130,7 +130,7 @@ pub(crate) fn a_rank_serves_its_own_slices_and_names_both_ranks_to_others(place:
     };
     for rank in 0..2 {
         let daemon = place.serve(of_rank(rank));
-        let config = daemon.config("m").tensor_parallel(rank as u32, 2);
+        let config = daemon.config("m").tensor_parallel(rank as u16, 2);
         let cache = place.attach_as(&config).unwrap();
         let vb = sharded(&cache, DType::F32);
         for (name, dim) in [("rows", 0), ("columns", 1), ("norm", 0), ("norm", 1)] {
@@ -165,7 +165,7 @@ pub(crate) fn a_rank_serves_its_own_slices_and_names_both_ranks_to_others(place:
         let plain = cache.var_builder(DType::F32);
         assert!(plain.get((4, 6), "rows").is_ok() && plain.get((8, 6), "rows").is_err());
 
-        let other = daemon.config("m").tensor_parallel(1 - rank as u32, 2);
+        let other = daemon.config("m").tensor_parallel(1 - rank as u16, 2);
         let error = place.attach_as(&other).unwrap_err().to_string();
         assert!(
             error.contains("tp 0/2") && error.contains("tp 1/2"),
