@@ -199,6 +199,10 @@ pub struct LoadRequest {
     pub quantize: Option<String>,
     /// The importance matrix to quantize with: a file, absolute.
     pub imatrix: Option<String>,
+    /// Quantize values that no block can hold into whatever comes out.
+    pub allow_nonfinite: bool,
+    /// Quantize again what is quantized already.
+    pub requantize: bool,
 }
 
 /// How far a load has come.

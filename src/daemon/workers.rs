@@ -21,10 +21,11 @@ const TAIL: usize = 4 << 10;
 /// How long to wait for a dead worker's last words: a child of its own may hold the pipe open.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 /// Variables for `load` that belong to the operator's own command line, not to a worker's.
-const NOT_INHERITED: [&str; 16] = [
+const NOT_INHERITED: [&str; 17] = [
     "CANDLE_CACHE_MODEL",
     "CANDLE_CACHE_NAME",
     "CANDLE_CACHE_JSON",
+    "CANDLE_CACHE_VARIANT",
     "CANDLE_CACHE_QUANTIZE",
     "CANDLE_CACHE_IMATRIX",
     "CANDLE_CACHE_ALLOW_NONFINITE",
@@ -108,6 +109,8 @@ impl Workers {
             .arg(format!("--dtype={}", request.dtype))
             .args(request.quantize.iter().map(|r| format!("--quantize={r}")))
             .args(request.imatrix.iter().map(|i| format!("--imatrix={i}")))
+            .args(request.allow_nonfinite.then_some("--allow-nonfinite"))
+            .args(request.requantize.then_some("--requantize"))
             .arg("--socket-dir")
             .arg(&self.folder)
             .envs_removed(&NOT_INHERITED)

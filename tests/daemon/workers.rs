@@ -45,6 +45,8 @@ fn load() -> Request {
         dtype: "stored".into(),
         quantize: None,
         imatrix: None,
+        allow_nonfinite: false,
+        requantize: false,
     })
 }
 
@@ -134,6 +136,8 @@ fn a_request_that_could_be_taken_for_a_flag_is_refused() {
             dtype: "stored".into(),
             quantize: None,
             imatrix: None,
+            allow_nonfinite: false,
+            requantize: false,
         });
         let (code, _) = refusal(ask(&daemon.connect(), &request));
         assert_eq!(code, Refusal::BadRequest, "{model:?}");
@@ -169,6 +173,8 @@ fn there_are_only_so_many_workers_and_they_end_with_the_daemon() {
         dtype: "stored".into(),
         quantize: None,
         imatrix: None,
+        allow_nonfinite: false,
+        requantize: false,
     });
     let (code, _) = refusal(ask(&daemon.connect(), &other));
     assert_eq!(code, Refusal::Busy);
@@ -193,6 +199,8 @@ fn models_to_begin_with_are_loaded_one_after_the_other() {
             dtype: "stored".into(),
             quantize: None,
             imatrix: None,
+            allow_nonfinite: false,
+            requantize: false,
         })
         .into();
     let _daemon = Daemon::start(config);

@@ -10,6 +10,17 @@ use candle_ipc_cache::socket::{Connection, Peer, SocketError};
 
 use crate::{Global, exit};
 
+/// An error and its causes, but for those that the words before have told already.
+pub fn told(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
 /// Why a command has no result.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {

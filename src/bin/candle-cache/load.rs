@@ -76,9 +76,9 @@ fn report(e: &anyhow::Error, global: &Global) -> u8 {
         Some(WorkerError::Refused { code, .. }) => (exit::REFUSED, Some(format!("{code:?}"))),
         _ => (exit::FAILED, None),
     };
-    eprintln!("candle-cache: {e:#}");
+    eprintln!("candle-cache: {}", client::told(e));
     if global.json {
-        let error = format!("{e:#}");
+        let error = client::told(e);
         println!(
             "{}",
             json!({ "error": error, "refusal": refusal, "exit": exit })

@@ -14,6 +14,7 @@ use candle_ipc_cache::worker::{LoadOptions, TargetDtype};
 use indicatif::BinaryBytes;
 use serde_json::json;
 
+use crate::client;
 use crate::quantize::QuantizeArgs;
 use crate::shard::ShardArgs;
 use crate::{Global, exit};
@@ -41,10 +42,13 @@ pub fn run(args: Args, global: &Global) -> u8 {
     match plan(&args, global) {
         Ok(()) => exit::DONE,
         Err(e) => {
-            eprintln!("candle-cache: {e:#}");
+            eprintln!("candle-cache: {}", client::told(&e));
             if global.json {
-                let error = format!("{e:#}");
-                println!("{}", json!({ "error": error, "exit": exit::FAILED }));
+                let error = client::told(&e);
+                println!(
+                    "{}",
+                    json!({ "error": error, "refusal": null, "exit": exit::FAILED })
+                );
             }
             exit::FAILED
         }
@@ -62,6 +66,8 @@ struct Row<'a> {
     /// The dimension along which it is cut for its rank.
     cut: Option<usize>,
     why: String,
+    /// It stays because its rows are no whole blocks.
+    odd: bool,
 }
 
 fn plan(args: &Args, global: &Global) -> anyhow::Result<()> {
@@ -72,7 +78,7 @@ fn plan(args: &Args, global: &Global) -> anyhow::Result<()> {
         Some(how) => Some(quantize::assign(&checkpoint.tensors, how)?),
         None => None,
     };
-    let why: HashMap<&str, String> = assigned
+    let why: HashMap<&str, (String, bool)> = assigned
         .iter()
         .flatten()
         .zip(&checkpoint.tensors)
@@ -81,7 +87,8 @@ fn plan(args: &Args, global: &Global) -> anyhow::Result<()> {
                 Some(_) => format!("{}, importance matrix", assigned.why),
                 None => assigned.why.to_string(),
             };
-            (tensor.name.as_str(), why)
+            let odd = matches!(assigned.why, quantize::Why::Rows { .. });
+            (tensor.name.as_str(), (why, odd))
         })
         .collect();
     // All ranks' slices are equal in shape: one stands for them.
@@ -98,6 +105,7 @@ fn plan(args: &Args, global: &Global) -> anyhow::Result<()> {
     let layout = Plan::new(&taken, &options, &Aliases::none())?;
     let row = |placed: &Placed| {
         let tensor = &taken.checkpoint().tensors[placed.source];
+        let (why, odd) = why.get(tensor.name.as_str()).cloned().unwrap_or_default();
         Row {
             name: &tensor.name,
             shape: &tensor.shape,
@@ -106,7 +114,8 @@ fn plan(args: &Args, global: &Global) -> anyhow::Result<()> {
             before: tensor.bytes,
             after: placed.bytes,
             cut: tensor.slice.map(|slice| slice.cut.dim),
-            why: why.get(tensor.name.as_str()).cloned().unwrap_or_default(),
+            why,
+            odd,
         }
     };
     let rows: Vec<Row> = layout.tensors.iter().map(row).collect();
@@ -151,12 +160,12 @@ fn print_json(rows: &[Row], key: &Key) {
 
 fn print_table(rows: &[Row], key: &Key) {
     let width = |text: fn(&Row) -> usize| rows.iter().map(text).max().unwrap_or(0);
-    let names = width(|r| r.name.len()).min(72);
+    let names = width(|r| r.name.escape_debug().count()).min(72);
     let shapes = width(|r| shape(r).len());
     for r in rows {
         println!(
             "{:names$}  {:shapes$}  {:>7} -> {:7}  {:>10} -> {:>10}  {}",
-            r.name,
+            r.name.escape_debug().to_string(),
             shape(r),
             r.from,
             r.to,
@@ -187,12 +196,19 @@ fn print_table(rows: &[Row], key: &Key) {
         rows.iter().map(|r| r.after).sum(),
     );
     println!(
-        "recipe {}: {} tensors, {} -> {} ({before} -> {after} bytes), second names not yet looked for",
+        "recipe {}: {} tensors, {} -> {} ({before} -> {after} bytes); tensors of equal bytes will share one place",
         key.recipe,
         rows.len(),
         BinaryBytes(before),
         BinaryBytes(after)
     );
+    let odd = rows.iter().filter(|r| r.odd).count();
+    if odd > 0 {
+        println!(
+            "{odd} matrices stay as they are, because their rows are no whole blocks: a recipe can name what to fall back to, \
+             for instance `q4k/q8_0`"
+        );
+    }
     if !key.shard.is_whole() || key.selection != ALL {
         println!("part {}: {}", key.shard, key.selection);
     }

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use candle_ipc_cache::daemon::{self, Config, DaemonError, Listener, WorkerCommand};
 use candle_ipc_cache::protocol::LoadRequest;
-use candle_ipc_cache::quantize::Recipe;
 use candle_ipc_cache::socket::folder;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::{Global, exit};
+use crate::quantize::QuantizeArgs;
+use crate::{Global, client, exit};
 
 /// Flags of `serve`.
 #[derive(Debug, clap::Args)]
@@ -28,17 +28,9 @@ pub struct Args {
     /// Type for their float tensors: stored, bf16, f16 or f32
     #[arg(long, env = "CANDLE_CACHE_DTYPE", default_value = "stored")]
     dtype: String,
-    /// How to quantize these models: a type, rules, or a `.toml` file, as `load` takes them
-    #[arg(long, value_name = "RECIPE", env = "CANDLE_CACHE_QUANTIZE")]
-    quantize: Option<String>,
-    /// Importance matrix to quantize with
-    #[arg(
-        long,
-        value_name = "FILE",
-        env = "CANDLE_CACHE_IMATRIX",
-        requires = "quantize"
-    )]
-    imatrix: Option<PathBuf>,
+    /// How to quantize these models.
+    #[command(flatten)]
+    quantize: QuantizeArgs,
 }
 
 /// Runs the command.
@@ -46,7 +38,7 @@ pub fn run(args: Args, global: &Global) -> u8 {
     match serve(args, global) {
         Ok(()) => exit::DONE,
         Err(e) => {
-            eprintln!("candle-cache: {e:#}");
+            eprintln!("candle-cache: {}", client::told(&e));
             match e.downcast_ref::<DaemonError>() {
                 Some(DaemonError::Served { .. }) => exit::REFUSED,
                 _ => exit::FAILED,
@@ -108,9 +100,9 @@ fn serve(args: Args, global: &Global) -> anyhow::Result<()> {
 
 fn requests(args: &Args) -> anyhow::Result<Vec<LoadRequest>> {
     // A worker is given the recipe itself: a file may be another by then.
-    let recipe = args.quantize.as_deref().map(Recipe::from_argument);
-    let recipe = recipe.transpose()?.map(|r| r.to_string());
-    let imatrix = args.imatrix.as_deref().map(absolute).transpose()?;
+    let how = args.quantize.read()?;
+    let recipe = how.map(|how| how.recipe.to_string());
+    let imatrix = args.quantize.imatrix.as_deref().map(absolute).transpose()?;
     args.models
         .iter()
         .map(|model| {
@@ -122,6 +114,8 @@ fn requests(args: &Args) -> anyhow::Result<Vec<LoadRequest>> {
                 dtype: args.dtype.clone(),
                 quantize: recipe.clone(),
                 imatrix: imatrix.clone(),
+                allow_nonfinite: args.quantize.allow_nonfinite,
+                requantize: args.quantize.requantize,
             })
         })
         .collect()
