@@ -3,13 +3,14 @@
 //! A tensor that the constructor or a forward pass has copied for good is one whose later change does not
 //! reach the outputs as a change before the constructor does. Copies that end with a forward pass are not seen.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 
 use crate::harness::{Bits, Build, Weights, bits, outcome};
+use crate::table::pattern;
 
 /// Names of tensors, by what the model does with them.
 #[derive(Default)]
@@ -36,7 +37,8 @@ enum When {
 type Seen = [Result<Vec<Bits>, String>; 2];
 
 /// Changes each weight in turn, before the constructor, after it and after the first forward pass.
-pub(crate) fn census(build: Build, weights: &Weights) -> Result<Copies> {
+/// `sampled`: one of each kind alone, and the others of its kind are taken to be like it.
+pub(crate) fn census(build: Build, weights: &Weights, sampled: bool) -> Result<Copies> {
     let held: HashMap<String, Tensor> = weights
         .iter()
         .map(|(name, tensor)| Ok((name.clone(), tensor.copy()?)))
@@ -46,8 +48,18 @@ pub(crate) fn census(build: Build, weights: &Weights) -> Result<Copies> {
     again
         .clone()
         .map_err(|e| anyhow::anyhow!("a second forward pass: {e}"))?;
-    let mut copies = Copies::default();
+    let mut kinds: BTreeMap<_, Vec<&String>> = BTreeMap::new();
     for (name, tensor) in weights.iter().filter(|(_, t)| t.dtype().is_float()) {
+        let kind = match sampled {
+            true => (pattern(name), tensor.rank()),
+            false => (name.clone(), 0),
+        };
+        kinds.entry(kind).or_default().push(name);
+    }
+    let mut copies = Copies::default();
+    for names in kinds.values() {
+        let (name, tensor) = (names[0], &weights[names[0]]);
+        let all = || names.iter().copied().cloned();
         // A change that rounding hides is tried again with one that nothing hides.
         let changes = [tensor.affine(-1., 0.5)?, tensor.affine(f64::NAN, 0.)?];
         let shows = |when: When| -> Result<bool> {
@@ -63,17 +75,17 @@ pub(crate) fn census(build: Build, weights: &Weights) -> Result<Copies> {
             Ok(false)
         };
         if !shows(When::Before)? {
-            copies.unused.push(name.clone());
+            copies.unused.extend(all());
             continue;
         }
         let of = |when| see(build, &held, Some((name, when, &changes[0])));
         if of(When::Before)?[0] != of(When::Built)?[0] {
-            copies.constructor.push(name.clone());
+            copies.constructor.extend(all());
         }
         if !shows(When::Built)? {
-            copies.let_go.push(name.clone());
+            copies.let_go.extend(all());
         } else if !shows(When::Ran)? {
-            copies.first_forward.push(name.clone());
+            copies.first_forward.extend(all());
         }
     }
     Ok(copies)

@@ -86,7 +86,8 @@ fn cell(names: &[String]) -> String {
     format!("{}: {}", names.len(), listed.join(", "))
 }
 
-fn pattern(name: &str) -> String {
+/// The name with its numbers as `*`, in backticks.
+pub(crate) fn pattern(name: &str) -> String {
     let part = |part: &str| match part.parse::<u32>() {
         Ok(_) => "*".to_string(),
         Err(_) => part.to_string(),

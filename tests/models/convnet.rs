@@ -1,0 +1,115 @@
+//! Convolutional image models.
+//! Most have presets only: the smallest is used, on small images.
+
+use anyhow::Result;
+use candle_core::Module;
+use candle_nn::VarBuilder;
+use candle_transformers::models::{
+    convmixer, convnext, efficientnet, efficientvit, fastvit, mobilenetv4, mobileone, repvgg,
+    resnet,
+};
+
+use super::inputs::image;
+use crate::harness::{Case, Forward, forward};
+
+const CLASSES: usize = 10;
+
+pub(crate) fn cases() -> Vec<Case> {
+    vec![
+        Case::new("convmixer", convmixer).sampled(),
+        Case::new("convnext", convnext)
+            .lacking(|name| name.contains(".grn."))
+            .sampled(),
+        Case::new("convnext (v2)", convnext)
+            .lacking(|name| name.ends_with(".gamma"))
+            .sampled(),
+        Case::new("efficientnet::EfficientNet", efficientnet).sampled(),
+        Case::new("efficientvit", efficientvit).sampled(),
+        Case::new("fastvit", fastvit)
+            .lacking(fastvit_lacks)
+            .sampled(),
+        Case::new("mobilenetv4", mobilenetv4).sampled(),
+        Case::new("mobileone", mobileone)
+            .lacking(|name| name.contains(".attn."))
+            .sampled(),
+        Case::new("repvgg", repvgg).sampled(),
+        Case::new("resnet", resnet).sampled(),
+    ]
+}
+
+pub(crate) fn convmixer(vb: VarBuilder<'static>) -> Result<Forward> {
+    let input = image(28, &vb)?;
+    let model = convmixer::c1024_20(CLASSES, vb)?;
+    forward(move || model.forward(&input))
+}
+
+pub(crate) fn convnext(vb: VarBuilder<'static>) -> Result<Forward> {
+    let input = image(64, &vb)?;
+    let model = convnext::convnext(&convnext::Config::atto(), CLASSES, vb)?;
+    forward(move || model.forward(&input))
+}
+
+pub(crate) fn efficientnet(vb: VarBuilder<'static>) -> Result<Forward> {
+    let input = image(32, &vb)?;
+    let blocks = efficientnet::MBConvConfig::b0();
+    let model = efficientnet::EfficientNet::new(vb, blocks, CLASSES)?;
+    forward(move || model.forward(&input))
+}
+
+pub(crate) fn efficientvit(vb: VarBuilder<'static>) -> Result<Forward> {
+    let input = image(224, &vb)?;
+    let model = efficientvit::efficientvit(&efficientvit::Config::m0(), CLASSES, vb)?;
+    forward(move || model.forward(&input))
+}
+
+pub(crate) const FASTVIT: fastvit::Config = fastvit::Config {
+    exp_ratio: 2,
+    in_channels: 16,
+    blocks: [1, 1, 1, 1],
+    attn: true,
+    lkc_use_act: true,
+};
+
+/// Branches that the model leaves out where their names are not there: a checkpoint has an identity where a block keeps
+/// its shape, a scale where its kernel is larger than one, and so on.
+pub(crate) fn fastvit_lacks(name: &str) -> bool {
+    let has = |part: &str| name.contains(part);
+    let pointwise = has("stem.2.") || has(".proj.1.");
+    let keeps_shape = pointwise || has(".token_mixer.");
+    has("stages.0.downsample.")
+        || has(".pos_emb.") && !has("stages.3.")
+        || has(".se.") && !has("final_conv.")
+        || has(".norm.conv_")
+        || has(".conv_scale.") && pointwise
+        || has(".identity.") && !keeps_shape
+}
+
+pub(crate) fn fastvit(vb: VarBuilder<'static>) -> Result<Forward> {
+    let input = image(64, &vb)?;
+    let model = fastvit::fastvit(&FASTVIT, CLASSES, vb)?;
+    forward(move || model.forward(&input))
+}
+
+pub(crate) fn mobilenetv4(vb: VarBuilder<'static>) -> Result<Forward> {
+    let input = image(64, &vb)?;
+    let model = mobilenetv4::mobilenetv4(&mobilenetv4::Config::small(), CLASSES, vb)?;
+    forward(move || model.forward(&input))
+}
+
+pub(crate) fn mobileone(vb: VarBuilder<'static>) -> Result<Forward> {
+    let input = image(64, &vb)?;
+    let model = mobileone::mobileone(&mobileone::Config::s0(), CLASSES, vb)?;
+    forward(move || model.forward(&input))
+}
+
+pub(crate) fn repvgg(vb: VarBuilder<'static>) -> Result<Forward> {
+    let input = image(64, &vb)?;
+    let model = repvgg::repvgg(&repvgg::Config::a0(), CLASSES, vb)?;
+    forward(move || model.forward(&input))
+}
+
+pub(crate) fn resnet(vb: VarBuilder<'static>) -> Result<Forward> {
+    let input = image(64, &vb)?;
+    let model = resnet::resnet18(CLASSES, vb)?;
+    forward(move || model.forward(&input))
+}
