@@ -20,7 +20,7 @@ use rand::{Rng, SeedableRng};
 use crate::copies::{self, Copies};
 use crate::stand_in::{Entry, StandIn};
 
-/// A built model, ready to run. Each call is a forward pass from the start: it clears what the last one kept.
+/// A built model, ready to run. A second call is a second forward pass: from the start, or on from the first.
 pub(crate) type Forward = Box<dyn FnMut() -> Result<Vec<Tensor>>>;
 
 /// Makes a model from weights, with its config and the inputs of its forward pass.
@@ -147,7 +147,11 @@ pub(crate) fn run(case: &Case, device: &Device) -> Result<Row> {
     for dtype in [DType::F32, DType::BF16] {
         let file = folder.path().join(format!("{dtype:?}.safetensors"));
         candle_core::safetensors::save(&in_dtype(&weights, dtype)?.into_iter().collect(), &file)?;
-        let wanted = outcome(|| original(case, &file, dtype, device));
+        let wanted = outcome(|| {
+            let outputs = original(case, &file, dtype, device)?;
+            check_values(&outputs)?;
+            Ok(outputs)
+        });
         if dtype == DType::BF16 && !case.bf16 {
             match wanted {
                 Err(why) => row.no_bf16 = Some(why),
@@ -165,7 +169,6 @@ pub(crate) fn run(case: &Case, device: &Device) -> Result<Row> {
             }
             Err(why) => bail!("the original in {dtype:?}: {why}"),
         };
-        check_values(&wanted).with_context(|| format!("the original in {dtype:?}"))?;
         let cached = from_cache(case, &file, dtype, device)
             .with_context(|| format!("from the cache in {dtype:?}"))?;
         ensure!(
@@ -186,18 +189,20 @@ pub(crate) fn run(case: &Case, device: &Device) -> Result<Row> {
     Ok(row)
 }
 
-/// The result of `work`, a panic's message as an error.
+/// The result of `work`, the message of an error or a panic without candle's backtrace.
 pub(crate) fn outcome<T>(work: impl FnOnce() -> Result<T>) -> Result<T, String> {
-    match catch_unwind(AssertUnwindSafe(work)) {
-        Ok(Ok(value)) => Ok(value),
-        Ok(Err(e)) => Err(format!("{e:#}")),
-        Err(panic) => Err(match panic.downcast::<String>() {
+    let message = match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(Ok(value)) => return Ok(value),
+        Ok(Err(e)) => format!("{e:#}"),
+        Err(panic) => match panic.downcast::<String>() {
             Ok(text) => *text,
             Err(panic) => panic
                 .downcast_ref::<&str>()
                 .map_or_else(|| "a panic".into(), |text| (*text).into()),
-        }),
-    }
+        },
+    };
+    let backtrace = message.find("\n   0: ").unwrap_or(message.len());
+    Err(message[..backtrace].trim_end().into())
 }
 
 /// The model's variables as `VarMap` makes them, with values that are the same each time.
