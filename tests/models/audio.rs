@@ -26,7 +26,7 @@ pub(crate) fn cases() -> Vec<Case> {
         Case::new("parler_tts (parts)", parler_tts),
         Case::new("snac::Model", snac),
         Case::new("voxtral::VoxtralForConditionalGeneration", voxtral),
-        Case::new("whisper::model::Whisper", whisper),
+        Case::f32_only("whisper::model::Whisper", whisper),
     ]
 }
 
@@ -63,12 +63,12 @@ pub(crate) fn encodec(vb: VarBuilder<'static>) -> Result<Forward> {
 }
 
 pub(crate) fn metavoice_speaker_encoder(vb: VarBuilder<'static>) -> Result<Forward> {
-    let mel = noise((1, 16, 16), &vb)?;
+    let mel = (noise((1, 32, 32), &vb)? * 20.)?;
     let config = metavoice::speaker_encoder::Config {
-        model_hidden_size: 16,
-        model_embedding_size: 16,
+        model_hidden_size: 32,
+        model_embedding_size: 4,
         model_num_layers: 2,
-        mel_n_channels: 16,
+        mel_n_channels: 32,
         ..metavoice::speaker_encoder::Config::cfg()
     };
     let model = metavoice::speaker_encoder::Model::new(config, vb)?;

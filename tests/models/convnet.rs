@@ -16,24 +16,24 @@ const CLASSES: usize = 10;
 
 pub(crate) fn cases() -> Vec<Case> {
     vec![
-        Case::new("convmixer", convmixer).sampled(),
-        Case::new("convnext", convnext)
+        Case::f32_only("convmixer", convmixer).sampled(),
+        Case::f32_only("convnext", convnext)
             .lacking(|name| name.contains(".grn."))
             .sampled(),
-        Case::new("convnext (v2)", convnext)
+        Case::f32_only("convnext (v2)", convnext)
             .lacking(|name| name.ends_with(".gamma"))
             .sampled(),
-        Case::new("efficientnet::EfficientNet", efficientnet).sampled(),
-        Case::new("efficientvit", efficientvit).sampled(),
-        Case::new("fastvit", fastvit)
+        Case::f32_only("efficientnet::EfficientNet", efficientnet).sampled(),
+        Case::f32_only("efficientvit", efficientvit).sampled(),
+        Case::f32_only("fastvit", fastvit)
             .lacking(fastvit_lacks)
             .sampled(),
-        Case::new("mobilenetv4", mobilenetv4).sampled(),
-        Case::new("mobileone", mobileone)
+        Case::f32_only("mobilenetv4", mobilenetv4).sampled(),
+        Case::f32_only("mobileone", mobileone)
             .lacking(|name| name.contains(".attn."))
             .sampled(),
-        Case::new("repvgg", repvgg).sampled(),
-        Case::new("resnet", resnet).sampled(),
+        Case::f32_only("repvgg", repvgg).sampled(),
+        Case::f32_only("resnet", resnet).sampled(),
     ]
 }
 

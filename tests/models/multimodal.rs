@@ -14,28 +14,35 @@ use super::inputs::{image, outputs, tokens};
 use super::transformer::vit_config;
 use crate::harness::{Case, Forward, forward, noise};
 
+/// CLIP's vision towers draw a class embedding where they find none: theirs is made by hand.
 pub(crate) fn cases() -> Vec<Case> {
     vec![
-        Case::new("blip::BlipForConditionalGeneration", blip),
-        Case::new("chinese_clip::ChineseClipModel", chinese_clip).by_hand(&[
+        Case::f32_only("blip::BlipForConditionalGeneration", blip),
+        Case::f32_only("chinese_clip::ChineseClipModel", chinese_clip).by_hand(&[
             ("vision_model.embeddings.class_embedding", &[32]),
             ("logit_scale", &[]),
         ]),
-        Case::new("clip::ClipModel", clip).by_hand(&[("logit_scale", &[])]),
-        Case::new("colpali::Model", colpali),
-        Case::new("gemma4::Model", gemma4),
-        Case::new("llava::LLaVA", llava),
-        Case::new("mobileclip::MobileClipModel", mobileclip)
+        Case::f32_only("clip::ClipModel", clip).by_hand(&[
+            ("vision_model.embeddings.class_embedding", &[32]),
+            ("logit_scale", &[]),
+        ]),
+        Case::f32_only("colpali::Model", colpali),
+        Case::f32_only("gemma4::Model", gemma4),
+        Case::f32_only("llava::LLaVA", llava).by_hand(&[(
+            "vision_tower.vision_model.embeddings.class_embedding",
+            &[32],
+        )]),
+        Case::f32_only("mobileclip::MobileClipModel", mobileclip)
             .lacking(fastvit_lacks)
             .sampled(),
         Case::new("moondream::Model", moondream).sampled(),
         Case::new("openclip::text_model::OpenClipTextTransformer", openclip),
-        Case::new("paddleocr_vl::PaddleOCRVLModel", paddleocr_vl),
-        Case::new("paligemma::Model", paligemma),
+        Case::f32_only("paddleocr_vl::PaddleOCRVLModel", paddleocr_vl),
+        Case::f32_only("paligemma::Model", paligemma),
         Case::new("pixtral::llava::Model", pixtral),
-        Case::new("qwen3_vl::Qwen3VLModel", qwen3_vl),
-        Case::new("siglip::Model", siglip),
-        Case::new("trocr::TrOCRModel", trocr),
+        Case::f32_only("qwen3_vl::Qwen3VLModel", qwen3_vl),
+        Case::f32_only("siglip::Model", siglip),
+        Case::f32_only("trocr::TrOCRModel", trocr),
     ]
 }
 
@@ -80,7 +87,6 @@ pub(crate) fn blip(vb: VarBuilder<'static>) -> Result<Forward> {
     })
 }
 
-/// Draws a class embedding where it finds none, so there is one.
 pub(crate) fn chinese_clip(vb: VarBuilder<'static>) -> Result<Forward> {
     use chinese_clip::text_model::{ChineseClipTextConfig, PositionEmbeddingType};
     use chinese_clip::vision_model::ChineseClipVisionConfig;
@@ -522,6 +528,7 @@ pub(crate) fn siglip(vb: VarBuilder<'static>) -> Result<Forward> {
     })
 }
 
+/// One token at a time: its mask goes into the attention to the image too.
 pub(crate) fn trocr(vb: VarBuilder<'static>) -> Result<Forward> {
     let picture = image(32, &vb)?;
     let config = trocr::TrOCRConfig {
@@ -535,13 +542,13 @@ pub(crate) fn trocr(vb: VarBuilder<'static>) -> Result<Forward> {
         decoder_vocab_size: Some(40),
         ..Default::default()
     };
-    let (prompt, token) = (tokens(&[1, 5, 9], vb.device())?, tokens(&[7], vb.device())?);
+    let (prompt, token) = (tokens(&[1], vb.device())?, tokens(&[7], vb.device())?);
     let mut model = trocr::TrOCRModel::new(&vit_config(), &config, vb)?;
     outputs(move || {
         model.reset_kv_cache();
         let seen = model.encoder().forward(&picture)?;
-        let prefill = model.decode(&prompt, &seen, 0)?;
-        let next = model.decode(&token, &seen, 3)?;
-        Ok(vec![seen, prefill, next])
+        let first = model.decode(&prompt, &seen, 0)?;
+        let next = model.decode(&token, &seen, 1)?;
+        Ok(vec![seen, first, next])
     })
 }

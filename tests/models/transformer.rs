@@ -18,17 +18,17 @@ const CLASSES: usize = 10;
 
 pub(crate) fn cases() -> Vec<Case> {
     vec![
-        Case::new("beit::BeitVisionTransformer", beit),
-        Case::new("depth_anything_v2::DepthAnythingV2", depth_anything_v2),
-        Case::new("dinov2::DinoVisionTransformer", dinov2),
-        Case::new("dinov2reg4::DinoVisionTransformer", dinov2reg4),
-        Case::new("eva2::EVA2VisionTransformer", eva2),
-        Case::new("hiera", hiera),
-        Case::new("segformer::SemanticSegmentationModel", segformer),
-        Case::new("segformer::ImageClassificationModel", segformer_classifier),
-        Case::new("segment_anything::sam::Sam", segment_anything),
-        Case::new("segment_anything::tiny_vit::TinyViT", tiny_vit),
-        Case::new("vit::Model", vit),
+        Case::f32_only("beit::BeitVisionTransformer", beit),
+        Case::f32_only("depth_anything_v2::DepthAnythingV2", depth_anything_v2),
+        Case::f32_only("dinov2::DinoVisionTransformer", dinov2),
+        Case::f32_only("dinov2reg4::DinoVisionTransformer", dinov2reg4),
+        Case::f32_only("eva2::EVA2VisionTransformer", eva2),
+        Case::f32_only("hiera", hiera).lacking(|name| name.starts_with("blocks.0.proj.")),
+        Case::f32_only("segformer::SemanticSegmentationModel", segformer),
+        Case::f32_only("segformer::ImageClassificationModel", segformer_classifier),
+        Case::f32_only("segment_anything::sam::Sam", segment_anything),
+        Case::f32_only("segment_anything::tiny_vit::TinyViT", tiny_vit),
+        Case::f32_only("vit::Model", vit),
     ]
 }
 
@@ -123,10 +123,11 @@ pub(crate) fn segment_anything(vb: VarBuilder<'static>) -> Result<Forward> {
     })
 }
 
+/// Only a last width of 320 keeps the resolution that its end expects.
 pub(crate) fn tiny_vit(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(1024, &vb)?;
     let model = segment_anything::tiny_vit::TinyViT::new(
-        &[8, 8, 16, 16],
+        &[8, 8, 16, 320],
         &[1, 1, 1, 1],
         &[1, 1, 2, 2],
         &[7, 7, 14, 7],
