@@ -36,6 +36,8 @@ pub(crate) struct Case {
     pub(crate) build: Build,
     /// Whether it runs in BF16 on the CPU.
     bf16: bool,
+    /// Whether a second forward pass goes on from the first.
+    growing: bool,
     /// Variables that `VarMap` cannot make, because the model asks for them without their shape.
     by_hand: &'static [(&'static str, &'static [usize])],
     /// Tells the names that are not there, of those that the model asks for and can do without.
@@ -51,17 +53,26 @@ impl Case {
             name,
             build,
             bf16: true,
+            growing: false,
             by_hand: &[],
             lacks: |_| false,
             sampled: false,
         }
     }
 
-    /// A model that candle cannot run in BF16 on the CPU. That it cannot is tested.
+    /// A model that candle does not run in BF16 on the CPU. That it does not is tested.
     pub(crate) fn f32_only(name: &'static str, build: Build) -> Self {
         Self {
             bf16: false,
             ..Self::new(name, build)
+        }
+    }
+
+    /// A model whose second forward pass goes on from its first, because it has no means to forget.
+    pub(crate) fn growing(self) -> Self {
+        Self {
+            growing: true,
+            ..self
         }
     }
 
@@ -111,14 +122,16 @@ pub(crate) fn noise(shape: impl Into<Shape>, vb: &VarBuilder<'_>) -> candle_core
 /// What a case showed.
 pub(crate) struct Row {
     pub(crate) name: &'static str,
+    /// A second forward pass is no repetition of the first: what the first let go of is not told.
+    pub(crate) growing: bool,
     /// Tensors in the file.
     pub(crate) tensors: usize,
     /// Their bytes in F32.
     pub(crate) bytes: usize,
     /// Dtypes in which the outputs were equal.
     pub(crate) dtypes: Vec<DType>,
-    /// Why candle does not run it in BF16.
-    pub(crate) no_bf16: Option<String>,
+    /// Dtypes in which candle does not run it here, and why.
+    pub(crate) refused: Vec<(DType, String)>,
     /// Names that the constructor asked for more than once.
     pub(crate) asked_twice: Vec<String>,
     /// Requests for tensors that the constructor made.
@@ -135,10 +148,11 @@ pub(crate) fn run(case: &Case, device: &Device) -> Result<Row> {
     let weights = make(case).context("made with VarMap")?;
     let mut row = Row {
         name: case.name,
+        growing: case.growing,
         tensors: weights.len(),
         bytes: weights.values().map(|t| t.elem_count() * 4).sum(),
         dtypes: Vec::new(),
-        no_bf16: None,
+        refused: Vec::new(),
         asked_twice: Vec::new(),
         requests: 0,
         copies: None,
@@ -152,19 +166,15 @@ pub(crate) fn run(case: &Case, device: &Device) -> Result<Row> {
             check_values(&outputs)?;
             Ok(outputs)
         });
-        if dtype == DType::BF16 && !case.bf16 {
-            match wanted {
-                Err(why) => row.no_bf16 = Some(why),
-                Ok(_) if device.is_cpu() => bail!("runs in BF16, though it is marked F32 only"),
-                Ok(_) => {}
-            }
-            continue;
-        }
+        let bf16_here = case.bf16 || !device.is_cpu();
         let wanted = match wanted {
+            Ok(_) if dtype == DType::BF16 && !bf16_here => {
+                bail!("runs in BF16, though it is marked F32 only")
+            }
             Ok(wanted) => wanted,
-            // On a GPU candle lacks kernels for some models: the table says so.
-            Err(why) if !device.is_cpu() && dtype == DType::BF16 => {
-                row.no_bf16 = Some(why);
+            // On a GPU candle lacks kernels for some models.
+            Err(why) if !device.is_cpu() || dtype == DType::BF16 && !case.bf16 => {
+                row.refused.push((dtype, why));
                 continue;
             }
             Err(why) => bail!("the original in {dtype:?}: {why}"),

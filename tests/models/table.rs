@@ -10,20 +10,59 @@ use crate::harness::Row;
 /// Patterns of tensor names that a cell lists before it says how many more there are.
 const PATTERNS: usize = 4;
 
-/// Markdown: one row for each model, then the models that are not run.
+const LEGEND: &str = "\
+# Models of candle-transformers
+
+Written by `CANDLE_CACHE_TEST_TABLE=FILE cargo test --test models`, not by hand.
+
+Each model of candle-transformers 0.11.1 whose constructor takes a `VarBuilder` is made with `VarMap` on a tiny config, \
+saved, and loaded into the cache. It is then built from the file and from the cache. A row says in which dtypes the \
+outputs of the two were equal to the bit, and how many tensors and bytes the file has. Numbers in names are written `*`.
+";
+
+const ON_THE_HOST: &str = "
+- *copied by the constructor*: it makes something of its own from these and keeps that, which costs every engine \
+memory of its own. A change to the tensor's memory after the constructor shows in the outputs otherwise than one \
+before it, or not at all.
+- *of these let go*: the built model does not read the tensor itself any more.
+- *let go by the first forward*: a second forward pass does not read it. `—`: its second pass goes on from the first, \
+so this cannot be told.
+- *not used*: no output depends on it, and what happens to it cannot be told.
+
+Copies are looked for in F32. Those that end with the constructor or with a forward pass are not seen.
+";
+
+const ON_A_GPU: &str = "
+- *requests*: tensors that the cache served to the constructor, without a copy.
+- *alive*: those of them that still lay in shared memory after the constructor, and after the first forward pass.
+";
+
+/// Markdown: what the columns mean, one row for each model, and the models that are not run.
 pub(crate) fn markdown(rows: &[Row], excluded: &[(&str, &str)], device: &Device) -> String {
-    let mut text = String::new();
-    let (head, columns) = if device.is_cpu() {
+    let mut text = LEGEND.to_string();
+    let (legend, head, columns) = if device.is_cpu() {
         (
+            ON_THE_HOST,
             "| model | tensors | F32 bytes | equal in | asked for twice | copied by the constructor | of these let go | let go by the first forward | not used |",
             9,
         )
     } else {
         (
+            ON_A_GPU,
             "| model | tensors | F32 bytes | equal in | requests | alive after the constructor | alive after the first forward |",
             7,
         )
     };
+    text.push_str(legend);
+    let equal_in = |dtype: DType| rows.iter().filter(|r| r.dtypes.contains(&dtype)).count();
+    let place = if device.is_cpu() { "CPU" } else { "GPU" };
+    writeln!(
+        text,
+        "\nOn the {place}: {} models in F32, {} in BF16.\n",
+        equal_in(DType::F32),
+        equal_in(DType::BF16)
+    )
+    .unwrap();
     let rule = "| --- ".repeat(columns);
     writeln!(text, "{head}\n{rule}|").unwrap();
     for row in rows {
@@ -35,33 +74,42 @@ pub(crate) fn markdown(rows: &[Row], excluded: &[(&str, &str)], device: &Device)
             row.tensors, row.bytes
         )
         .unwrap();
-        if let Some((built, ran)) = row.alive {
+        if !device.is_cpu() {
+            let (built, ran) = row.alive.map_or(("—".into(), "—".into()), |(built, ran)| {
+                (built.to_string(), ran.to_string())
+            });
             write!(text, " {} | {built} | {ran} |", row.requests).unwrap();
         }
         if let Some(copies) = &row.copies {
-            for names in [
-                &row.asked_twice,
-                &copies.constructor,
-                &copies.let_go,
-                &copies.first_forward,
-                &copies.unused,
+            let first_forward = match row.growing {
+                true => "—".into(),
+                false => cell(&copies.first_forward),
+            };
+            for cell in [
+                cell(&row.asked_twice),
+                cell(&copies.constructor),
+                cell(&copies.let_go),
+                first_forward,
+                cell(&copies.unused),
             ] {
-                write!(text, " {} |", cell(names)).unwrap();
+                write!(text, " {cell} |").unwrap();
             }
         }
         text.push('\n');
     }
-    let refusals: Vec<_> = rows.iter().filter(|row| row.no_bf16.is_some()).collect();
-    if !refusals.is_empty() {
-        text.push_str("\nNot in BF16, and candle's reason:\n\n");
-        for row in refusals {
-            let why = row.no_bf16.as_deref().unwrap_or_default();
+    let refused = |row: &Row| {
+        let line = |(dtype, why): &(DType, String)| {
             let why = why.lines().next().unwrap_or_default();
-            writeln!(text, "- `{}`: {why}", row.name).unwrap();
-        }
+            format!("- `{}`, {dtype:?}: {why}\n", row.name)
+        };
+        row.refused.iter().map(line).collect::<String>()
+    };
+    let refused: String = rows.iter().map(refused).collect();
+    if !refused.is_empty() {
+        write!(text, "\n## Not run by candle itself\n\n{refused}").unwrap();
     }
     if !excluded.is_empty() {
-        text.push_str("\nNot run:\n\n");
+        text.push_str("\n## Not run here\n\n");
         for (model, why) in excluded {
             writeln!(text, "- `{model}`: {why}").unwrap();
         }

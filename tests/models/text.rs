@@ -48,6 +48,8 @@ pub(crate) fn cases() -> Vec<Case> {
 
 /// Ids of a tiny vocabulary.
 const VOCABULARY: u32 = 40;
+/// Tokens of a forward pass.
+const TOKENS: usize = 12;
 
 /// A tiny config by the names that most `config.json` files have, with those in `more` instead or as well.
 fn config<C: DeserializeOwned>(more: Value) -> anyhow::Result<C> {
@@ -82,7 +84,7 @@ macro_rules! decoder {
     (build $model:ty, {$($config:tt)*}) => {
         |vb| {
             let config = $crate::text::config(serde_json::json!({$($config)*}))?;
-            let ids = $crate::harness::ids(6, $crate::text::VOCABULARY, vb.device())?;
+            let ids = $crate::harness::ids($crate::text::TOKENS, $crate::text::VOCABULARY, vb.device())?;
             let mut model = <$model>::new(&config, vb)?;
             $crate::harness::forward(move || {
                 model.clear_kv_cache();
@@ -96,15 +98,15 @@ use decoder;
 /// The same without `clear_kv_cache()`: after the first pass each goes on by one token.
 macro_rules! growing_decoder {
     ($name:literal, $model:ty, {$($config:tt)*}) => {
-        Case::new($name, growing_decoder!(build $model, {$($config)*}))
+        Case::new($name, growing_decoder!(build $model, {$($config)*})).growing()
     };
     (f32_only $name:literal, $model:ty, {$($config:tt)*}) => {
-        Case::f32_only($name, growing_decoder!(build $model, {$($config)*}))
+        Case::f32_only($name, growing_decoder!(build $model, {$($config)*})).growing()
     };
     (build $model:ty, {$($config:tt)*}) => {
         |vb| {
             let config = $crate::text::config(serde_json::json!({$($config)*}))?;
-            let ids = $crate::harness::ids(6, $crate::text::VOCABULARY, vb.device())?;
+            let ids = $crate::harness::ids($crate::text::TOKENS, $crate::text::VOCABULARY, vb.device())?;
             let mut model = <$model>::new(&config, vb)?;
             let mut past = 0;
             $crate::harness::forward(move || {

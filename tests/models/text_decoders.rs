@@ -3,7 +3,7 @@
 use candle_transformers::models::*;
 use serde_json::json;
 
-use super::{VOCABULARY, config, decoder, growing_decoder};
+use super::{TOKENS, VOCABULARY, config, decoder, growing_decoder};
 use crate::harness::{Case, forward, ids};
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -30,11 +30,15 @@ fn plain() -> Vec<Case> {
         decoder!("qwen3::ModelForCausalLM", qwen3::ModelForCausalLM, {
             "max_window_layers": 2, "use_sliding_window": false
         }),
+        decoder!("qwen2::ModelForCausalLM (with a head)", qwen2::ModelForCausalLM, {
+            "max_window_layers": 2, "sliding_window": 16, "use_sliding_window": false
+        })
+        .by_hand(&[("lm_head.weight", &[VOCABULARY as usize, 32])]),
         Case::new("qwen2::Model", |vb| {
             let config = config(json!({
                 "max_window_layers": 2, "sliding_window": 16, "use_sliding_window": false
             }))?;
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mut model = qwen2::Model::new(&config, vb)?;
             forward(move || {
                 model.clear_kv_cache();
@@ -65,7 +69,7 @@ fn gemmas() -> Vec<Case> {
             let config = config(json!({
                 "hidden_act": null, "hidden_activation": "gelu_pytorch_tanh"
             }))?;
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mut model = gemma::Model::new(false, &config, vb)?;
             forward(move || {
                 model.clear_kv_cache();
@@ -80,7 +84,7 @@ fn gemmas() -> Vec<Case> {
                 "query_pre_attn_scalar": 8,
                 "sliding_window": 4,
             }))?;
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mut model = gemma2::Model::new(false, &config, vb)?;
             forward(move || {
                 model.clear_kv_cache();
@@ -97,7 +101,7 @@ fn gemmas() -> Vec<Case> {
                 "sliding_window": 4,
                 "sliding_window_pattern": 2,
             }))?;
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mut model = gemma3::Model::new(false, &config, vb)?;
             forward(move || {
                 model.clear_kv_cache();
@@ -127,7 +131,7 @@ fn glms() -> Vec<Case> {
                 seq_length: 32,
                 ..chatglm::Config::glm3_6b()
             };
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mut model = chatglm::Model::new(&config, vb)?;
             forward(move || {
                 model.reset_kv_cache();
@@ -146,7 +150,7 @@ fn glms() -> Vec<Case> {
                 seq_length: 32,
                 ..codegeex4_9b::Config::codegeex4()
             };
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mut model = codegeex4_9b::Model::new(&config, vb)?;
             forward(move || {
                 model.reset_kv_cache();
@@ -173,7 +177,7 @@ fn glms() -> Vec<Case> {
                 "attention_softmax_in_fp32": true,
                 "fp32_residual_connection": false,
             }))?;
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mut model = glm4::Model::new(&config, vb)?;
             forward(move || {
                 model.reset_kv_cache();
@@ -193,7 +197,7 @@ fn with_caches_of_their_own() -> Vec<Case> {
         Case::new("granite", |vb| {
             let config: granite::GraniteConfig = config(json!({}))?;
             let config = config.into_config(false);
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let (dtype, device) = (vb.dtype(), vb.device().clone());
             let model = granite::Granite::load(vb, &config)?;
             forward(move || {
@@ -204,7 +208,7 @@ fn with_caches_of_their_own() -> Vec<Case> {
         Case::new("llama", |vb| {
             let config: llama::LlamaConfig = config(json!({}))?;
             let config = config.into_config(false);
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let (dtype, device) = (vb.dtype(), vb.device().clone());
             let model = llama::Llama::load(vb, &config)?;
             forward(move || {
@@ -223,7 +227,7 @@ fn with_caches_of_their_own() -> Vec<Case> {
                 seq_len: 32,
                 norm_eps: 1e-5,
             };
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let cache = llama2_c::Cache::new(true, &config, vb.pp("rot"))?;
             let model = llama2_c::Llama::load(vb, config)?;
             forward(move || model.forward(&ids, 0, &mut cache.clone()))
@@ -244,7 +248,7 @@ fn with_forms_of_their_own() -> Vec<Case> {
                 use_cache: false,
                 ..bigcode::Config::starcoder_1b()
             };
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mut model = bigcode::GPTBigCode::load(vb, config)?;
             forward(move || model.forward(&ids, 0))
         }),
@@ -257,7 +261,7 @@ fn with_forms_of_their_own() -> Vec<Case> {
                 bias: true,
                 ..falcon::Config::falcon7b()
             };
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mut model = falcon::Falcon::load(vb, config)?;
             forward(move || {
                 model.clear_kv_cache();
@@ -266,7 +270,7 @@ fn with_forms_of_their_own() -> Vec<Case> {
         }),
         Case::new("mixformer (new)", |vb| {
             let config = config(mixformer())?;
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mut model = mixformer::MixFormerSequentialForCausalLM::new(&config, vb)?;
             forward(move || {
                 model.clear_kv_cache();
@@ -275,7 +279,7 @@ fn with_forms_of_their_own() -> Vec<Case> {
         }),
         Case::new("mixformer (new_v2), moondream's text", |vb| {
             let config = config(mixformer())?;
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mut model = mixformer::MixFormerSequentialForCausalLM::new_v2(&config, vb)?;
             forward(move || {
                 model.clear_kv_cache();
@@ -286,7 +290,7 @@ fn with_forms_of_their_own() -> Vec<Case> {
             let config = config(json!({
                 "hidden_act": "gelu", "partial_rotary_factor": 0.5, "qk_layernorm": false
             }))?;
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mut model = phi::Model::new(&config, vb)?;
             forward(move || {
                 model.clear_kv_cache();

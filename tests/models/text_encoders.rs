@@ -5,7 +5,7 @@ use candle_nn::{Module, VarBuilder};
 use candle_transformers::models::*;
 use serde_json::{Value, json};
 
-use super::{VOCABULARY, config};
+use super::{TOKENS, VOCABULARY, config};
 use crate::harness::{Case, Forward, forward, ids};
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -18,7 +18,7 @@ pub(crate) fn cases() -> Vec<Case> {
 
 /// Token ids, their types, and a mask that leaves all of them in.
 fn inputs(vb: &VarBuilder<'_>) -> candle_core::Result<(Tensor, Tensor, Tensor)> {
-    let ids = ids(6, VOCABULARY, vb.device())?;
+    let ids = ids(TOKENS, VOCABULARY, vb.device())?;
     let (types, mask) = (ids.zeros_like()?, ids.ones_like()?);
     Ok((ids, types, mask))
 }
@@ -91,8 +91,8 @@ fn distilbert() -> Value {
 
 /// Token ids, and a mask that hides none of them.
 fn distilbert_inputs(vb: &VarBuilder<'_>) -> candle_core::Result<(Tensor, Tensor)> {
-    let ids = ids(6, VOCABULARY, vb.device())?;
-    let hidden = Tensor::zeros((6, 6), DType::U8, vb.device())?;
+    let ids = ids(TOKENS, VOCABULARY, vb.device())?;
+    let hidden = Tensor::zeros((TOKENS, TOKENS), DType::U8, vb.device())?;
     Ok((ids, hidden))
 }
 
@@ -173,7 +173,7 @@ fn modern() -> Vec<Case> {
             forward(move || model.forward(&ids, Some(&types), Some(&mask)))
         }),
         Case::f32_only("jina_bert", |vb| {
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let config = jina_bert::Config {
                 vocab_size: VOCABULARY as usize,
                 hidden_size: 32,
@@ -205,7 +205,7 @@ fn modernbert() -> Value {
 fn embedders() -> Vec<Case> {
     vec![
         Case::f32_only("nvembed_v2::embedding", |vb| {
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mask = ids.ones_like()?.to_dtype(vb.dtype())?;
             let dtype = vb.dtype();
             let mut model = nvembed_v2::embedding::Model::new(&config(json!({}))?, vb)?;
@@ -241,7 +241,7 @@ fn stella(
         },
         ..preset
     };
-    let ids = ids(6, VOCABULARY, vb.device())?;
+    let ids = ids(TOKENS, VOCABULARY, vb.device())?;
     let mask = ids.ones_like()?;
     // The head takes activations in F32, whatever the rest computes in.
     let head = vb.pp("head").to_dtype(DType::F32);

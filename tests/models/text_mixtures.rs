@@ -1,4 +1,5 @@
 //! Decoders whose feed-forward part is a mixture of experts.
+//! Every token goes to all of them, so that no weight is without effect.
 
 use candle_transformers::models::*;
 
@@ -14,7 +15,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "n_group": 1,
             "n_routed_experts": 4,
             "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": 4,
             "q_lora_rank": 8,
             "qk_nope_head_dim": 8,
             "qk_rope_head_dim": 8,
@@ -22,7 +23,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "v_head_dim": 8
         }),
         growing_decoder!(f32_only "mixtral", mixtral::Model, {
-            "num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": 16
+            "num_experts_per_tok": 4, "num_local_experts": 4, "sliding_window": 16
         }),
         decoder!("qwen2_moe", qwen2_moe::Model, {
             "decoder_sparse_step": 2,
@@ -30,7 +31,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "moe_intermediate_size": 16,
             "norm_topk_prob": false,
             "num_experts": 4,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": 4,
             "shared_expert_intermediate_size": 24,
             "sliding_window": 16,
             "use_sliding_window": false
@@ -41,7 +42,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "moe_intermediate_size": 16,
             "norm_topk_prob": true,
             "num_experts": 4,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": 4,
             "use_sliding_window": false
         }),
         decoder!("qwen3_moe::ModelForCausalLM", qwen3_moe::ModelForCausalLM, {
@@ -50,7 +51,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "moe_intermediate_size": 16,
             "norm_topk_prob": true,
             "num_experts": 4,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": 4,
             "use_sliding_window": false
         }),
     ]

@@ -5,11 +5,11 @@ use candle_nn::VarBuilder;
 use candle_transformers::models::*;
 use serde_json::json;
 
-use super::{VOCABULARY, config, growing_decoder};
+use super::{TOKENS, VOCABULARY, config, growing_decoder};
 use crate::harness::{Case, Forward, forward, ids};
 
-/// Tokens of a forward pass.
-const TOKENS: usize = 3;
+/// Tokens of a forward pass that takes one at a time.
+const STEPS: usize = 3;
 
 pub(crate) fn cases() -> Vec<Case> {
     vec![
@@ -28,7 +28,7 @@ pub(crate) fn cases() -> Vec<Case> {
                 "shared_intermediate_size": 48
             }))?;
             let config = config.into_config(false);
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let (dtype, device) = (vb.dtype(), vb.device().clone());
             let model = granitemoehybrid::GraniteMoeHybrid::load(vb, &config)?;
             forward(move || {
@@ -44,7 +44,7 @@ pub(crate) fn cases() -> Vec<Case> {
                 "layer_types": ["conv", "full_attention"],
             }))?;
             let config = config.into_config(false);
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let (dtype, device) = (vb.dtype(), vb.device().clone());
             let model = lfm2::Model::new(&config, vb)?;
             forward(move || {
@@ -57,11 +57,11 @@ pub(crate) fn cases() -> Vec<Case> {
                 "d_model": 32, "n_layer": 2, "pad_vocab_size_multiple": 8
             }))?;
             let (dtype, device) = (vb.dtype(), vb.device().clone());
-            let ids = ids(TOKENS, VOCABULARY, &device)?;
+            let ids = ids(STEPS, VOCABULARY, &device)?;
             let model = mamba::Model::new(&config, vb)?;
             forward(move || {
                 let mut state = mamba::State::new(1, &config, dtype, &device)?;
-                each(TOKENS, |i| {
+                each(STEPS, |i| {
                     model.forward(&ids.narrow(1, i, 1)?.squeeze(1)?, &mut state)
                 })
             })
@@ -76,7 +76,7 @@ pub(crate) fn cases() -> Vec<Case> {
                 "vocab_size": VOCABULARY,
             }))?;
             let (dtype, device) = (vb.dtype(), vb.device().clone());
-            let ids = ids(TOKENS, VOCABULARY, &device)?;
+            let ids = ids(STEPS, VOCABULARY, &device)?;
             let model = mamba2::Model::new(&config, vb)?;
             Ok(Box::new(move || {
                 let mut state = mamba2::State::new(1, &config, dtype, &device)?;
@@ -96,21 +96,21 @@ pub(crate) fn cases() -> Vec<Case> {
         Case::f32_only("rwkv_v5", |vb| {
             let config: rwkv_v5::Config = config(rwkv())?;
             let device = vb.device().clone();
-            let ids = ids(TOKENS, VOCABULARY, &device)?;
+            let ids = ids(STEPS, VOCABULARY, &device)?;
             let model = rwkv_v5::Model::new(&config, vb)?;
             forward(move || {
                 let mut state = rwkv_v5::State::new(1, &config, &device)?;
-                each(TOKENS, |i| model.forward(&ids.narrow(1, i, 1)?, &mut state))
+                each(STEPS, |i| model.forward(&ids.narrow(1, i, 1)?, &mut state))
             })
         }),
         Case::f32_only("rwkv_v6", |vb| {
             let config: rwkv_v5::Config = config(rwkv())?;
             let device = vb.device().clone();
-            let ids = ids(TOKENS, VOCABULARY, &device)?;
+            let ids = ids(STEPS, VOCABULARY, &device)?;
             let model = rwkv_v6::Model::new(&config, vb)?;
             forward(move || {
                 let mut state = rwkv_v5::State::new(1, &config, &device)?;
-                each(TOKENS, |i| model.forward(&ids.narrow(1, i, 1)?, &mut state))
+                each(STEPS, |i| model.forward(&ids.narrow(1, i, 1)?, &mut state))
             })
         }),
         Case::new("rwkv_v7 (V7)", |vb| rwkv_v7(vb, "V7")).by_hand(LORA),

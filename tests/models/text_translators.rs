@@ -3,7 +3,7 @@
 use candle_transformers::models::*;
 use serde_json::json;
 
-use super::{VOCABULARY, config};
+use super::{TOKENS, VOCABULARY, config};
 use crate::harness::{Case, forward, ids};
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -22,7 +22,7 @@ pub(crate) fn cases() -> Vec<Case> {
                 d_model: 32,
                 ..marian::Config::opus_mt_fr_en()
             };
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mut model = marian::MTModel::new(&config, vb)?;
             forward(move || {
                 model.reset_kv_cache();
@@ -32,24 +32,29 @@ pub(crate) fn cases() -> Vec<Case> {
         }),
         Case::new("t5::T5EncoderModel", |vb| {
             let config = config(t5())?;
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mut model = t5::T5EncoderModel::load(vb, &config)?;
             forward(move || {
                 model.clear_kv_cache();
                 model.forward(&ids)
             })
-        }),
+        })
+        .by_hand(SHARED),
         Case::f32_only("t5::T5ForConditionalGeneration", |vb| {
             let config = config(t5())?;
-            let ids = ids(6, VOCABULARY, vb.device())?;
+            let ids = ids(TOKENS, VOCABULARY, vb.device())?;
             let mut model = t5::T5ForConditionalGeneration::load(vb, &config)?;
             forward(move || {
                 model.clear_kv_cache();
                 model.forward(&ids, &ids)
             })
-        }),
+        })
+        .by_hand(SHARED),
     ]
 }
+
+/// Where the embeddings lie in most checkpoints: the constructor looks whether it is there.
+const SHARED: &[(&str, &[usize])] = &[("shared.weight", &[VOCABULARY as usize, 32])];
 
 fn t5() -> serde_json::Value {
     json!({
