@@ -63,12 +63,12 @@ pub(crate) fn encodec(vb: VarBuilder<'static>) -> Result<Forward> {
 }
 
 pub(crate) fn metavoice_speaker_encoder(vb: VarBuilder<'static>) -> Result<Forward> {
-    let mel = (noise((1, 32, 32), &vb)? * 20.)?;
+    let mel = (noise((1, 64, 64), &vb)? * 20.)?;
     let config = metavoice::speaker_encoder::Config {
-        model_hidden_size: 32,
+        model_hidden_size: 64,
         model_embedding_size: 4,
         model_num_layers: 2,
-        mel_n_channels: 32,
+        mel_n_channels: 64,
         ..metavoice::speaker_encoder::Config::cfg()
     };
     let model = metavoice::speaker_encoder::Model::new(config, vb)?;

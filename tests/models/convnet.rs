@@ -16,24 +16,24 @@ const CLASSES: usize = 10;
 
 pub(crate) fn cases() -> Vec<Case> {
     vec![
-        Case::f32_only("convmixer", convmixer).sampled(),
+        Case::f32_only("convmixer", convmixer).slow(),
         Case::f32_only("convnext", convnext)
             .lacking(|name| name.contains(".grn."))
-            .sampled(),
+            .grouped(),
         Case::f32_only("convnext (v2)", convnext)
             .lacking(|name| name.ends_with(".gamma"))
-            .sampled(),
-        Case::f32_only("efficientnet::EfficientNet", efficientnet).sampled(),
-        Case::f32_only("efficientvit", efficientvit).sampled(),
+            .grouped(),
+        Case::f32_only("efficientnet::EfficientNet", efficientnet).grouped(),
+        Case::f32_only("efficientvit", efficientvit).grouped(),
         Case::f32_only("fastvit", fastvit)
             .lacking(fastvit_lacks)
-            .sampled(),
-        Case::f32_only("mobilenetv4", mobilenetv4).sampled(),
+            .grouped(),
+        Case::f32_only("mobilenetv4", mobilenetv4).grouped(),
         Case::f32_only("mobileone", mobileone)
             .lacking(|name| name.contains(".attn."))
-            .sampled(),
-        Case::f32_only("repvgg", repvgg).sampled(),
-        Case::f32_only("resnet", resnet).sampled(),
+            .grouped(),
+        Case::f32_only("repvgg", repvgg).grouped(),
+        Case::f32_only("resnet", resnet).grouped(),
     ]
 }
 
@@ -44,7 +44,7 @@ pub(crate) fn convmixer(vb: VarBuilder<'static>) -> Result<Forward> {
 }
 
 pub(crate) fn convnext(vb: VarBuilder<'static>) -> Result<Forward> {
-    let input = image(64, &vb)?;
+    let input = image(32, &vb)?;
     let model = convnext::convnext(&convnext::Config::atto(), CLASSES, vb)?;
     forward(move || model.forward(&input))
 }
@@ -57,7 +57,7 @@ pub(crate) fn efficientnet(vb: VarBuilder<'static>) -> Result<Forward> {
 }
 
 pub(crate) fn efficientvit(vb: VarBuilder<'static>) -> Result<Forward> {
-    let input = image(224, &vb)?;
+    let input = image(112, &vb)?;
     let model = efficientvit::efficientvit(&efficientvit::Config::m0(), CLASSES, vb)?;
     forward(move || model.forward(&input))
 }
@@ -91,25 +91,25 @@ pub(crate) fn fastvit(vb: VarBuilder<'static>) -> Result<Forward> {
 }
 
 pub(crate) fn mobilenetv4(vb: VarBuilder<'static>) -> Result<Forward> {
-    let input = image(64, &vb)?;
+    let input = image(32, &vb)?;
     let model = mobilenetv4::mobilenetv4(&mobilenetv4::Config::small(), CLASSES, vb)?;
     forward(move || model.forward(&input))
 }
 
 pub(crate) fn mobileone(vb: VarBuilder<'static>) -> Result<Forward> {
-    let input = image(64, &vb)?;
+    let input = image(32, &vb)?;
     let model = mobileone::mobileone(&mobileone::Config::s0(), CLASSES, vb)?;
     forward(move || model.forward(&input))
 }
 
 pub(crate) fn repvgg(vb: VarBuilder<'static>) -> Result<Forward> {
-    let input = image(64, &vb)?;
+    let input = image(32, &vb)?;
     let model = repvgg::repvgg(&repvgg::Config::a0(), CLASSES, vb)?;
     forward(move || model.forward(&input))
 }
 
 pub(crate) fn resnet(vb: VarBuilder<'static>) -> Result<Forward> {
-    let input = image(64, &vb)?;
+    let input = image(32, &vb)?;
     let model = resnet::resnet18(CLASSES, vb)?;
     forward(move || model.forward(&input))
 }

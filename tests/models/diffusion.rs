@@ -14,20 +14,21 @@ use crate::harness::{Case, Forward, forward, noise};
 pub(crate) fn cases() -> Vec<Case> {
     vec![
         Case::new("flux::model::Flux", flux),
-        Case::f32_only("flux::autoencoder::AutoEncoder", flux_autoencoder),
+        Case::f32_only("flux::autoencoder::AutoEncoder", flux_autoencoder).grouped(),
         Case::new("mmdit::model::MMDiT", mmdit),
         Case::new("mmdit::model::MMDiT (X)", mmdit)
             .by_hand(&[("joint_blocks.0.x_block.attn2.qkv.weight", &[96, 32])]),
         Case::f32_only(
             "stable_diffusion::unet_2d::UNet2DConditionModel",
             stable_diffusion_unet,
-        ),
-        Case::f32_only("stable_diffusion::vae::AutoEncoderKL", stable_diffusion_vae),
+        )
+        .grouped(),
+        Case::f32_only("stable_diffusion::vae::AutoEncoderKL", stable_diffusion_vae).grouped(),
         Case::f32_only("wuerstchen::prior::WPrior", wuerstchen_prior),
-        Case::f32_only("wuerstchen::paella_vq::PaellaVQ", paella_vq).sampled(),
+        Case::f32_only("wuerstchen::paella_vq::PaellaVQ", paella_vq).grouped(),
         Case::new("z_image::ZImageTransformer2DModel", z_image),
         Case::new("z_image::ZImageTextEncoder", z_image_text_encoder),
-        Case::f32_only("z_image::AutoEncoderKL", z_image_vae),
+        Case::f32_only("z_image::AutoEncoderKL", z_image_vae).grouped(),
     ]
 }
 

@@ -42,8 +42,8 @@ pub(crate) struct Case {
     by_hand: &'static [(&'static str, &'static [usize])],
     /// Tells the names that are not there, of those that the model asks for and can do without.
     lacks: fn(&str) -> bool,
-    /// Whether the census of copies changes one tensor of each kind only.
-    sampled: bool,
+    /// How copies are looked for, if they are.
+    census: Option<fn(Build, &Weights) -> Result<Copies>>,
 }
 
 impl Case {
@@ -56,7 +56,7 @@ impl Case {
             growing: false,
             by_hand: &[],
             lacks: |_| false,
-            sampled: false,
+            census: Some(copies::of_each),
         }
     }
 
@@ -86,11 +86,19 @@ impl Case {
         Self { lacks, ..self }
     }
 
-    /// With a census of one tensor of each kind: names that differ in numbers alone, shapes of one rank.
-    /// For models that are deep and slow because they have presets only.
-    pub(crate) fn sampled(self) -> Self {
+    /// With copies looked for in groups of weights, because forward passes are slow: the model has presets only, or
+    /// its images are large.
+    pub(crate) fn grouped(self) -> Self {
         Self {
-            sampled: true,
+            census: Some(copies::of_groups),
+            ..self
+        }
+    }
+
+    /// Without looking for copies, because a forward pass takes a second.
+    pub(crate) fn slow(self) -> Self {
+        Self {
+            census: None,
             ..self
         }
     }
@@ -193,8 +201,8 @@ pub(crate) fn run(case: &Case, device: &Device) -> Result<Row> {
             row.alive = cached.alive;
         }
     }
-    if device.is_cpu() {
-        row.copies = Some(copies::census(case.build, &weights, case.sampled)?);
+    if let Some(census) = case.census.filter(|_| device.is_cpu()) {
+        row.copies = Some(census(case.build, &weights)?);
     }
     Ok(row)
 }

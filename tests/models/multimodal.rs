@@ -34,13 +34,13 @@ pub(crate) fn cases() -> Vec<Case> {
         )]),
         Case::f32_only("mobileclip::MobileClipModel", mobileclip)
             .lacking(fastvit_lacks)
-            .sampled(),
-        Case::new("moondream::Model", moondream).sampled(),
+            .grouped(),
+        Case::new("moondream::Model", moondream).grouped(),
         Case::new("openclip::text_model::OpenClipTextTransformer", openclip),
         Case::f32_only("paddleocr_vl::PaddleOCRVLModel", paddleocr_vl),
         Case::f32_only("paligemma::Model", paligemma),
         Case::new("pixtral::llava::Model", pixtral),
-        Case::f32_only("qwen3_vl::Qwen3VLModel", qwen3_vl),
+        Case::f32_only("qwen3_vl::Qwen3VLModel", qwen3_vl).growing(),
         Case::f32_only("siglip::Model", siglip),
         Case::f32_only("trocr::TrOCRModel", trocr),
     ]

@@ -18,16 +18,18 @@ const CLASSES: usize = 10;
 
 pub(crate) fn cases() -> Vec<Case> {
     vec![
-        Case::f32_only("beit::BeitVisionTransformer", beit),
-        Case::f32_only("depth_anything_v2::DepthAnythingV2", depth_anything_v2),
+        Case::f32_only("beit::BeitVisionTransformer", beit).grouped(),
+        Case::f32_only("depth_anything_v2::DepthAnythingV2", depth_anything_v2).grouped(),
         Case::f32_only("dinov2::DinoVisionTransformer", dinov2),
-        Case::f32_only("dinov2reg4::DinoVisionTransformer", dinov2reg4),
-        Case::f32_only("eva2::EVA2VisionTransformer", eva2),
-        Case::f32_only("hiera", hiera).lacking(|name| name.starts_with("blocks.0.proj.")),
+        Case::f32_only("dinov2reg4::DinoVisionTransformer", dinov2reg4).grouped(),
+        Case::f32_only("eva2::EVA2VisionTransformer", eva2).grouped(),
+        Case::f32_only("hiera", hiera)
+            .lacking(|name| name.starts_with("blocks.0.proj."))
+            .grouped(),
         Case::f32_only("segformer::SemanticSegmentationModel", segformer),
         Case::f32_only("segformer::ImageClassificationModel", segformer_classifier),
-        Case::f32_only("segment_anything::sam::Sam", segment_anything),
-        Case::f32_only("segment_anything::tiny_vit::TinyViT", tiny_vit),
+        Case::f32_only("segment_anything::sam::Sam", segment_anything).slow(),
+        Case::f32_only("segment_anything::tiny_vit::TinyViT", tiny_vit).slow(),
         Case::f32_only("vit::Model", vit),
     ]
 }

@@ -19,11 +19,11 @@ mod transformer;
 pub(crate) const EXCLUDED: Excluded = &[
     (
         "csm::Model",
-        "its widths are those of two named Llamas, the smaller of 444 MB in F32, and it needs one or two",
+        "it is made of two Llamas, whose configs are named: the smaller is 444 MB in F32",
     ),
     (
         "dac::Model",
-        "its widths are in the source, up to 1536, about 300 MB in F32: its encoder, quantizer and decoder are run instead",
+        "its widths, up to 1536, are in the source, some 250 MB in F32: its encoder, quantizer and decoder are run instead",
     ),
     (
         "parler_tts::Model",
@@ -35,7 +35,7 @@ pub(crate) const EXCLUDED: Excluded = &[
     ),
     (
         "vgg::Vgg",
-        "its first fully connected layer is 411 MB in F32, for any input",
+        "its first fully connected layer is 411 MB in F32, whatever the input. It asks its builder for the last layer in each forward pass",
     ),
     (
         "wuerstchen::diffnext::WDiffNeXt",
