@@ -70,10 +70,11 @@ pub(crate) fn of_each(build: Build, weights: &Weights) -> Result<Copies> {
             continue;
         }
         let built = run(When::Built, 0)?;
-        if built != before {
+        let let_go = built == wanted && run(When::Built, 1)? == wanted;
+        if let_go || built != before {
             copies.constructor.push(name.clone());
         }
-        if built == wanted && run(When::Built, 1)? == wanted {
+        if let_go {
             copies.let_go.push(name.clone());
         } else if run(When::Ran, 0)? == again && run(When::Ran, 1)? == again {
             copies.first_forward.push(name.clone());

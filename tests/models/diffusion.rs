@@ -1,5 +1,6 @@
 //! Image generators: denoisers and autoencoders.
-//! An autoencoder's `encode` draws from a normal distribution, so its encoder is run alone where that is public.
+//! An autoencoder's `encode` draws from a normal distribution, so it only decodes; its encoder is a case of its own
+//! where it is public.
 
 use anyhow::Result;
 use candle_core::{DType, Module, Tensor};
@@ -15,6 +16,7 @@ pub(crate) fn cases() -> Vec<Case> {
     vec![
         Case::new("flux::model::Flux", flux),
         Case::f32_only("flux::autoencoder::AutoEncoder", flux_autoencoder).grouped(),
+        Case::f32_only("flux::autoencoder::Encoder", flux_encoder).grouped(),
         Case::new("mmdit::model::MMDiT", mmdit),
         Case::new("mmdit::model::MMDiT (X)", mmdit)
             .by_hand(&[("joint_blocks.0.x_block.attn2.qkv.weight", &[96, 32])]),
@@ -29,6 +31,7 @@ pub(crate) fn cases() -> Vec<Case> {
         Case::new("z_image::ZImageTransformer2DModel", z_image),
         Case::new("z_image::ZImageTextEncoder", z_image_text_encoder),
         Case::f32_only("z_image::AutoEncoderKL", z_image_vae).grouped(),
+        Case::f32_only("z_image::vae::Encoder", z_image_encoder).grouped(),
     ]
 }
 
@@ -67,10 +70,8 @@ pub(crate) fn flux(vb: VarBuilder<'static>) -> Result<Forward> {
     })
 }
 
-pub(crate) fn flux_autoencoder(vb: VarBuilder<'static>) -> Result<Forward> {
-    let picture = image(16, &vb)?;
-    let latent = noise((1, 4, 8, 8), &vb)?;
-    let config = flux::autoencoder::Config {
+fn flux_autoencoder_config() -> flux::autoencoder::Config {
+    flux::autoencoder::Config {
         resolution: 16,
         in_channels: 3,
         ch: 32,
@@ -80,10 +81,19 @@ pub(crate) fn flux_autoencoder(vb: VarBuilder<'static>) -> Result<Forward> {
         z_channels: 4,
         scale_factor: 0.3611,
         shift_factor: 0.1159,
-    };
-    let encoder = flux::autoencoder::Encoder::new(&config, vb.pp("encoder"))?;
-    let model = flux::autoencoder::AutoEncoder::new(&config, vb)?;
-    outputs(move || Ok(vec![encoder.forward(&picture)?, model.decode(&latent)?]))
+    }
+}
+
+pub(crate) fn flux_autoencoder(vb: VarBuilder<'static>) -> Result<Forward> {
+    let latent = noise((1, 4, 8, 8), &vb)?;
+    let model = flux::autoencoder::AutoEncoder::new(&flux_autoencoder_config(), vb)?;
+    forward(move || model.decode(&latent))
+}
+
+pub(crate) fn flux_encoder(vb: VarBuilder<'static>) -> Result<Forward> {
+    let picture = image(16, &vb)?;
+    let model = flux::autoencoder::Encoder::new(&flux_autoencoder_config(), vb)?;
+    forward(move || model.forward(&picture))
 }
 
 /// In F16, to which it casts its time embedding.
@@ -187,17 +197,24 @@ pub(crate) fn z_image_text_encoder(vb: VarBuilder<'static>) -> Result<Forward> {
     forward(move || model.forward(&prompt))
 }
 
-pub(crate) fn z_image_vae(vb: VarBuilder<'static>) -> Result<Forward> {
-    let picture = image(16, &vb)?;
-    let latent = noise((1, 4, 8, 8), &vb)?;
-    let config = z_image::VaeConfig {
+fn z_image_vae_config() -> z_image::VaeConfig {
+    z_image::VaeConfig {
         latent_channels: 4,
         block_out_channels: vec![16, 32],
         layers_per_block: 1,
         norm_num_groups: 8,
         ..z_image::VaeConfig::z_image()
-    };
-    let encoder = z_image::vae::Encoder::new(&config, vb.pp("encoder"))?;
-    let model = z_image::AutoEncoderKL::new(&config, vb)?;
-    outputs(move || Ok(vec![encoder.forward(&picture)?, model.decode(&latent)?]))
+    }
+}
+
+pub(crate) fn z_image_vae(vb: VarBuilder<'static>) -> Result<Forward> {
+    let latent = noise((1, 4, 8, 8), &vb)?;
+    let model = z_image::AutoEncoderKL::new(&z_image_vae_config(), vb)?;
+    forward(move || model.decode(&latent))
+}
+
+pub(crate) fn z_image_encoder(vb: VarBuilder<'static>) -> Result<Forward> {
+    let picture = image(16, &vb)?;
+    let model = z_image::vae::Encoder::new(&z_image_vae_config(), vb)?;
+    forward(move || model.forward(&picture))
 }

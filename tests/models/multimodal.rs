@@ -220,7 +220,7 @@ pub(crate) fn colpali(vb: VarBuilder<'static>) -> Result<Forward> {
     })
 }
 
-/// An image of four tokens and a sound of four.
+/// An image of four tokens, then a sound of four: the model puts either at the start of the prompt.
 pub(crate) fn gemma4(vb: VarBuilder<'static>) -> Result<Forward> {
     const IMAGE: u32 = 38;
     const SOUND: u32 = 39;
@@ -250,18 +250,24 @@ pub(crate) fn gemma4(vb: VarBuilder<'static>) -> Result<Forward> {
         "audio_token_id": SOUND
     });
     let config: gemma4::config::Gemma4Config = serde_json::from_value(config).unwrap();
-    let prompt = [
-        IMAGE, IMAGE, IMAGE, IMAGE, SOUND, SOUND, SOUND, SOUND, 1, 5, 9,
-    ];
-    let (prompt, token) = (tokens(&prompt, vb.device())?, tokens(&[7], vb.device())?);
+    let (of_image, of_sound) = (
+        tokens(&[IMAGE, IMAGE, IMAGE, IMAGE, 1, 5, 9], vb.device())?,
+        tokens(&[SOUND, SOUND, SOUND, SOUND, 1, 5, 9], vb.device())?,
+    );
+    let token = tokens(&[7], vb.device())?;
     let mut model = gemma4::Model::new(&config, vb)?;
     let pictures = [picture];
     outputs(move || {
-        model.clear_kv_cache();
-        let (mel, mask) = (Some(&mel), Some(&mel_mask));
-        let prefill = model.forward_multimodal(&prompt, Some(&pictures), mel, mask, 0)?;
-        let next = model.forward(&token, prompt.dim(1)?)?;
-        Ok(vec![prefill, next])
+        let mut logits = Vec::new();
+        for (prompt, pictures, mel) in [
+            (&of_image, Some(pictures.as_slice()), None),
+            (&of_sound, None, Some(&mel)),
+        ] {
+            model.clear_kv_cache();
+            logits.push(model.forward_multimodal(prompt, pictures, mel, Some(&mel_mask), 0)?);
+            logits.push(model.forward(&token, prompt.dim(1)?)?);
+        }
+        Ok(logits)
     })
 }
 
