@@ -31,7 +31,7 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 /// `dac::Model` fixes widths of up to 1536; its parts take theirs as arguments.
-pub(crate) fn dac(vb: VarBuilder<'static>) -> Result<Forward> {
+fn dac(vb: VarBuilder<'static>) -> Result<Forward> {
     let sound = noise((1, 1, 64), &vb)?;
     let encoder = dac::Encoder::new(4, &[2, 2], 16, vb.pp("encoder"))?;
     let quantizer = dac::ResidualVectorQuantizer::new(16, 2, 16, 4, vb.pp("quantizer"))?;
@@ -44,7 +44,7 @@ pub(crate) fn dac(vb: VarBuilder<'static>) -> Result<Forward> {
 }
 
 /// Two quantizers: 120 kbit/s in 6000 frames a second of 10 bits each.
-pub(crate) fn encodec(vb: VarBuilder<'static>) -> Result<Forward> {
+fn encodec(vb: VarBuilder<'static>) -> Result<Forward> {
     let sound = noise((1, 1, 64), &vb)?;
     let config = encodec::Config {
         target_bandwidths: vec![120.0],
@@ -62,7 +62,7 @@ pub(crate) fn encodec(vb: VarBuilder<'static>) -> Result<Forward> {
     })
 }
 
-pub(crate) fn metavoice_speaker_encoder(vb: VarBuilder<'static>) -> Result<Forward> {
+fn metavoice_speaker_encoder(vb: VarBuilder<'static>) -> Result<Forward> {
     let mel = (noise((1, 64, 64), &vb)? * 20.)?;
     let config = metavoice::speaker_encoder::Config {
         model_hidden_size: 64,
@@ -76,7 +76,7 @@ pub(crate) fn metavoice_speaker_encoder(vb: VarBuilder<'static>) -> Result<Forwa
 }
 
 /// The second stage: six codebooks from two.
-pub(crate) fn metavoice_gpt(vb: VarBuilder<'static>) -> Result<Forward> {
+fn metavoice_gpt(vb: VarBuilder<'static>) -> Result<Forward> {
     let config = metavoice::gpt::Config {
         n_layer: 2,
         n_head: 2,
@@ -92,7 +92,7 @@ pub(crate) fn metavoice_gpt(vb: VarBuilder<'static>) -> Result<Forward> {
 }
 
 /// The first stage, on a sequence and one token more.
-pub(crate) fn metavoice_transformer(vb: VarBuilder<'static>) -> Result<Forward> {
+fn metavoice_transformer(vb: VarBuilder<'static>) -> Result<Forward> {
     let speaker = noise((1, 1, 16), &vb)?;
     let config = metavoice::transformer::Config {
         block_size: 16,
@@ -118,7 +118,7 @@ pub(crate) fn metavoice_transformer(vb: VarBuilder<'static>) -> Result<Forward> 
     })
 }
 
-pub(crate) fn mimi(vb: VarBuilder<'static>) -> Result<Forward> {
+fn mimi(vb: VarBuilder<'static>) -> Result<Forward> {
     let sound = noise((1, 1, 64), &vb)?;
     let preset = mimi::Config::v0_1(Some(3));
     let config = mimi::Config {
@@ -153,7 +153,7 @@ pub(crate) fn mimi(vb: VarBuilder<'static>) -> Result<Forward> {
 }
 
 /// `parler_tts::Model` brings a whole DAC, whose widths are fixed; this is the rest of it.
-pub(crate) fn parler_tts(vb: VarBuilder<'static>) -> Result<Forward> {
+fn parler_tts(vb: VarBuilder<'static>) -> Result<Forward> {
     let encoder: t5::Config = serde_json::from_value(json!({
         "vocab_size": 40, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1,
         "num_heads": 2, "relative_attention_num_buckets": 8, "dropout_rate": 0.1,
@@ -198,7 +198,7 @@ pub(crate) fn parler_tts(vb: VarBuilder<'static>) -> Result<Forward> {
     })
 }
 
-pub(crate) fn snac(vb: VarBuilder<'static>) -> Result<Forward> {
+fn snac(vb: VarBuilder<'static>) -> Result<Forward> {
     let sound = noise((1, 1, 64), &vb)?;
     let config = snac::Config {
         sampling_rate: 24_000,
@@ -222,7 +222,7 @@ pub(crate) fn snac(vb: VarBuilder<'static>) -> Result<Forward> {
 }
 
 /// Eight frames of sound make the four audio tokens of the prompt.
-pub(crate) fn voxtral(vb: VarBuilder<'static>) -> Result<Forward> {
+fn voxtral(vb: VarBuilder<'static>) -> Result<Forward> {
     const AUDIO: u32 = 24;
     let mel = noise((1, 8, 16), &vb)?;
     let (dtype, device) = (vb.dtype(), vb.device().clone());
@@ -267,7 +267,7 @@ pub(crate) fn voxtral(vb: VarBuilder<'static>) -> Result<Forward> {
     })
 }
 
-pub(crate) fn whisper(vb: VarBuilder<'static>) -> Result<Forward> {
+fn whisper(vb: VarBuilder<'static>) -> Result<Forward> {
     let mel = noise((1, 8, 16), &vb)?;
     let config = whisper::Config {
         num_mel_bins: 8,

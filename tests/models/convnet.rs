@@ -37,26 +37,26 @@ pub(crate) fn cases() -> Vec<Case> {
     ]
 }
 
-pub(crate) fn convmixer(vb: VarBuilder<'static>) -> Result<Forward> {
+fn convmixer(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(28, &vb)?;
     let model = convmixer::c1024_20(CLASSES, vb)?;
     forward(move || model.forward(&input))
 }
 
-pub(crate) fn convnext(vb: VarBuilder<'static>) -> Result<Forward> {
+fn convnext(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(32, &vb)?;
     let model = convnext::convnext(&convnext::Config::atto(), CLASSES, vb)?;
     forward(move || model.forward(&input))
 }
 
-pub(crate) fn efficientnet(vb: VarBuilder<'static>) -> Result<Forward> {
+fn efficientnet(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(32, &vb)?;
     let blocks = efficientnet::MBConvConfig::b0();
     let model = efficientnet::EfficientNet::new(vb, blocks, CLASSES)?;
     forward(move || model.forward(&input))
 }
 
-pub(crate) fn efficientvit(vb: VarBuilder<'static>) -> Result<Forward> {
+fn efficientvit(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(112, &vb)?;
     let model = efficientvit::efficientvit(&efficientvit::Config::m0(), CLASSES, vb)?;
     forward(move || model.forward(&input))
@@ -84,31 +84,31 @@ pub(crate) fn fastvit_lacks(name: &str) -> bool {
         || has(".identity.") && !keeps_shape
 }
 
-pub(crate) fn fastvit(vb: VarBuilder<'static>) -> Result<Forward> {
+fn fastvit(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(64, &vb)?;
     let model = fastvit::fastvit(&FASTVIT, CLASSES, vb)?;
     forward(move || model.forward(&input))
 }
 
-pub(crate) fn mobilenetv4(vb: VarBuilder<'static>) -> Result<Forward> {
+fn mobilenetv4(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(32, &vb)?;
     let model = mobilenetv4::mobilenetv4(&mobilenetv4::Config::small(), CLASSES, vb)?;
     forward(move || model.forward(&input))
 }
 
-pub(crate) fn mobileone(vb: VarBuilder<'static>) -> Result<Forward> {
+fn mobileone(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(32, &vb)?;
     let model = mobileone::mobileone(&mobileone::Config::s0(), CLASSES, vb)?;
     forward(move || model.forward(&input))
 }
 
-pub(crate) fn repvgg(vb: VarBuilder<'static>) -> Result<Forward> {
+fn repvgg(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(32, &vb)?;
     let model = repvgg::repvgg(&repvgg::Config::a0(), CLASSES, vb)?;
     forward(move || model.forward(&input))
 }
 
-pub(crate) fn resnet(vb: VarBuilder<'static>) -> Result<Forward> {
+fn resnet(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(32, &vb)?;
     let model = resnet::resnet18(CLASSES, vb)?;
     forward(move || model.forward(&input))

@@ -35,7 +35,7 @@ pub(crate) fn cases() -> Vec<Case> {
     ]
 }
 
-pub(crate) fn flux(vb: VarBuilder<'static>) -> Result<Forward> {
+fn flux(vb: VarBuilder<'static>) -> Result<Forward> {
     let latent = noise((1, 4, 16), &vb)?;
     let text = noise((1, 3, 24), &vb)?;
     let pooled = noise((1, 20), &vb)?;
@@ -84,20 +84,20 @@ fn flux_autoencoder_config() -> flux::autoencoder::Config {
     }
 }
 
-pub(crate) fn flux_autoencoder(vb: VarBuilder<'static>) -> Result<Forward> {
+fn flux_autoencoder(vb: VarBuilder<'static>) -> Result<Forward> {
     let latent = noise((1, 4, 8, 8), &vb)?;
     let model = flux::autoencoder::AutoEncoder::new(&flux_autoencoder_config(), vb)?;
     forward(move || model.decode(&latent))
 }
 
-pub(crate) fn flux_encoder(vb: VarBuilder<'static>) -> Result<Forward> {
+fn flux_encoder(vb: VarBuilder<'static>) -> Result<Forward> {
     let picture = image(16, &vb)?;
     let model = flux::autoencoder::Encoder::new(&flux_autoencoder_config(), vb)?;
     forward(move || model.forward(&picture))
 }
 
 /// In F16, to which it casts its time embedding.
-pub(crate) fn mmdit(vb: VarBuilder<'static>) -> Result<Forward> {
+fn mmdit(vb: VarBuilder<'static>) -> Result<Forward> {
     let vb = vb.to_dtype(DType::F16);
     let latent = noise((1, 4, 8, 8), &vb)?;
     let pooled = noise((1, 20), &vb)?;
@@ -118,7 +118,7 @@ pub(crate) fn mmdit(vb: VarBuilder<'static>) -> Result<Forward> {
     forward(move || model.forward(&latent, &time, &pooled, &text, None))
 }
 
-pub(crate) fn stable_diffusion_unet(vb: VarBuilder<'static>) -> Result<Forward> {
+fn stable_diffusion_unet(vb: VarBuilder<'static>) -> Result<Forward> {
     use stable_diffusion::unet_2d::{
         BlockConfig, UNet2DConditionModel, UNet2DConditionModelConfig,
     };
@@ -140,7 +140,7 @@ pub(crate) fn stable_diffusion_unet(vb: VarBuilder<'static>) -> Result<Forward> 
     forward(move || model.forward(&latent, 500., &text))
 }
 
-pub(crate) fn stable_diffusion_vae(vb: VarBuilder<'static>) -> Result<Forward> {
+fn stable_diffusion_vae(vb: VarBuilder<'static>) -> Result<Forward> {
     use stable_diffusion::vae::{AutoEncoderKL, AutoEncoderKLConfig};
     let latent = noise((1, 4, 8, 8), &vb)?;
     let config = AutoEncoderKLConfig {
@@ -153,7 +153,7 @@ pub(crate) fn stable_diffusion_vae(vb: VarBuilder<'static>) -> Result<Forward> {
     forward(move || model.decode(&latent))
 }
 
-pub(crate) fn wuerstchen_prior(vb: VarBuilder<'static>) -> Result<Forward> {
+fn wuerstchen_prior(vb: VarBuilder<'static>) -> Result<Forward> {
     let latent = noise((1, 4, 4, 4), &vb)?;
     let text = noise((1, 3, 24), &vb)?;
     let time = scalar(0.5, &vb)?;
@@ -161,7 +161,7 @@ pub(crate) fn wuerstchen_prior(vb: VarBuilder<'static>) -> Result<Forward> {
     forward(move || model.forward(&latent, &time, &text))
 }
 
-pub(crate) fn paella_vq(vb: VarBuilder<'static>) -> Result<Forward> {
+fn paella_vq(vb: VarBuilder<'static>) -> Result<Forward> {
     let picture = image(16, &vb)?;
     let model = wuerstchen::paella_vq::PaellaVQ::new(vb)?;
     outputs(move || {
@@ -170,7 +170,7 @@ pub(crate) fn paella_vq(vb: VarBuilder<'static>) -> Result<Forward> {
     })
 }
 
-pub(crate) fn z_image(vb: VarBuilder<'static>) -> Result<Forward> {
+fn z_image(vb: VarBuilder<'static>) -> Result<Forward> {
     let latent = noise((1, 4, 1, 8, 8), &vb)?;
     let text = noise((1, 3, 24), &vb)?;
     let mask = Tensor::ones((1, 3), vb.dtype(), vb.device())?;
@@ -185,7 +185,7 @@ pub(crate) fn z_image(vb: VarBuilder<'static>) -> Result<Forward> {
     forward(move || model.forward(&latent, &time, &text, &mask))
 }
 
-pub(crate) fn z_image_text_encoder(vb: VarBuilder<'static>) -> Result<Forward> {
+fn z_image_text_encoder(vb: VarBuilder<'static>) -> Result<Forward> {
     let config = json!({
         "vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -207,13 +207,13 @@ fn z_image_vae_config() -> z_image::VaeConfig {
     }
 }
 
-pub(crate) fn z_image_vae(vb: VarBuilder<'static>) -> Result<Forward> {
+fn z_image_vae(vb: VarBuilder<'static>) -> Result<Forward> {
     let latent = noise((1, 4, 8, 8), &vb)?;
     let model = z_image::AutoEncoderKL::new(&z_image_vae_config(), vb)?;
     forward(move || model.decode(&latent))
 }
 
-pub(crate) fn z_image_encoder(vb: VarBuilder<'static>) -> Result<Forward> {
+fn z_image_encoder(vb: VarBuilder<'static>) -> Result<Forward> {
     let picture = image(16, &vb)?;
     let model = z_image::vae::Encoder::new(&z_image_vae_config(), vb)?;
     forward(move || model.forward(&picture))

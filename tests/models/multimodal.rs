@@ -1,52 +1,39 @@
-//! Models of images or sound together with text.
+//! Models that write about images and sounds.
 
 use anyhow::Result;
 use candle_core::{DType, Module, Tensor};
 use candle_nn::{Activation, VarBuilder};
 use candle_transformers::models::{
-    blip, blip_text, chinese_clip, clip, colpali, gemma, gemma4, llama, llava, mistral, mobileclip,
-    moondream, openclip, paddleocr_vl, paligemma, pixtral, qwen3_vl, siglip, trocr,
+    blip, blip_text, colpali, gemma, gemma4, llama, llava, mistral, moondream, paddleocr_vl,
+    paligemma, pixtral, qwen3_vl, trocr,
 };
 use serde_json::json;
 
-use super::convnet::{FASTVIT, fastvit_lacks};
+use super::contrastive::{clip_vision_config, siglip_vision_config};
 use super::inputs::{image, outputs, tokens};
 use super::transformer::vit_config;
 use crate::harness::{Case, Forward, forward, noise};
 
-/// CLIP's vision towers draw a class embedding where they find none: theirs is made by hand.
+/// CLIP's vision tower draws a class embedding where it finds none: LLaVA's is made by hand.
 pub(crate) fn cases() -> Vec<Case> {
     vec![
         Case::f32_only("blip::BlipForConditionalGeneration", blip),
-        Case::f32_only("chinese_clip::ChineseClipModel", chinese_clip).by_hand(&[
-            ("vision_model.embeddings.class_embedding", &[32]),
-            ("logit_scale", &[]),
-        ]),
-        Case::f32_only("clip::ClipModel", clip).by_hand(&[
-            ("vision_model.embeddings.class_embedding", &[32]),
-            ("logit_scale", &[]),
-        ]),
         Case::f32_only("colpali::Model", colpali),
         Case::f32_only("gemma4::Model", gemma4),
         Case::f32_only("llava::LLaVA", llava).by_hand(&[(
             "vision_tower.vision_model.embeddings.class_embedding",
             &[32],
         )]),
-        Case::f32_only("mobileclip::MobileClipModel", mobileclip)
-            .lacking(fastvit_lacks)
-            .grouped(),
         Case::new("moondream::Model", moondream).grouped(),
-        Case::new("openclip::text_model::OpenClipTextTransformer", openclip),
         Case::f32_only("paddleocr_vl::PaddleOCRVLModel", paddleocr_vl),
         Case::f32_only("paligemma::Model", paligemma),
         Case::new("pixtral::llava::Model", pixtral),
         Case::f32_only("qwen3_vl::Qwen3VLModel", qwen3_vl).growing(),
-        Case::f32_only("siglip::Model", siglip),
         Case::f32_only("trocr::TrOCRModel", trocr),
     ]
 }
 
-pub(crate) fn blip(vb: VarBuilder<'static>) -> Result<Forward> {
+fn blip(vb: VarBuilder<'static>) -> Result<Forward> {
     let picture = image(16, &vb)?;
     let config = blip::Config {
         text_config: blip_text::Config {
@@ -87,105 +74,6 @@ pub(crate) fn blip(vb: VarBuilder<'static>) -> Result<Forward> {
     })
 }
 
-pub(crate) fn chinese_clip(vb: VarBuilder<'static>) -> Result<Forward> {
-    use chinese_clip::text_model::{ChineseClipTextConfig, PositionEmbeddingType};
-    use chinese_clip::vision_model::ChineseClipVisionConfig;
-    let picture = image(16, &vb)?;
-    let config = chinese_clip::ChineseClipConfig {
-        text_config: ChineseClipTextConfig {
-            vocab_size: 40,
-            hidden_size: 32,
-            num_hidden_layers: 2,
-            num_attention_heads: 2,
-            intermediate_size: 64,
-            max_position_embeddings: 16,
-            position_embedding_type: PositionEmbeddingType::Absolute,
-            ..Default::default()
-        },
-        vision_config: ChineseClipVisionConfig {
-            hidden_size: 32,
-            intermediate_size: 64,
-            projection_dim: 16,
-            num_hidden_layers: 2,
-            num_attention_heads: 2,
-            image_size: 16,
-            patch_size: 4,
-            ..Default::default()
-        },
-        projection_dim: 16,
-        logit_scale_init_value: 2.6592,
-        image_size: 16,
-    };
-    let prompt = tokens(&[1, 5, 9], vb.device())?;
-    let model = chinese_clip::ChineseClipModel::new(vb, &config)?;
-    outputs(move || {
-        let (text, _) = model.forward(&picture, &prompt, None, None)?;
-        Ok(vec![
-            text,
-            model.get_text_features(&prompt, None, None)?,
-            model.get_image_features(&picture)?,
-        ])
-    })
-}
-
-fn clip_vision_config() -> clip::vision_model::ClipVisionConfig {
-    clip::vision_model::ClipVisionConfig {
-        embed_dim: 32,
-        activation: clip::text_model::Activation::QuickGelu,
-        intermediate_size: 64,
-        num_hidden_layers: 2,
-        num_attention_heads: 2,
-        projection_dim: 16,
-        num_channels: 3,
-        image_size: 16,
-        patch_size: 4,
-    }
-}
-
-pub(crate) fn clip(vb: VarBuilder<'static>) -> Result<Forward> {
-    let picture = image(16, &vb)?;
-    let config = clip::ClipConfig {
-        text_config: clip::text_model::ClipTextConfig {
-            vocab_size: 40,
-            embed_dim: 32,
-            activation: clip::text_model::Activation::QuickGelu,
-            intermediate_size: 64,
-            max_position_embeddings: 16,
-            pad_with: None,
-            num_hidden_layers: 2,
-            num_attention_heads: 2,
-            projection_dim: 16,
-        },
-        vision_config: clip_vision_config(),
-        logit_scale_init_value: 2.6592,
-        image_size: 16,
-    };
-    let prompt = tokens(&[1, 5, 39], vb.device())?;
-    let model = clip::ClipModel::new(vb, &config)?;
-    outputs(move || {
-        let (text, _) = model.forward(&picture, &prompt)?;
-        Ok(vec![
-            text,
-            model.get_text_features(&prompt)?,
-            model.get_image_features(&picture)?,
-        ])
-    })
-}
-
-fn siglip_vision_config() -> siglip::VisionConfig {
-    siglip::VisionConfig {
-        hidden_size: 32,
-        intermediate_size: 64,
-        num_hidden_layers: 2,
-        num_attention_heads: 2,
-        num_channels: 3,
-        image_size: 16,
-        patch_size: 4,
-        hidden_act: Activation::GeluPytorchTanh,
-        layer_norm_eps: 1e-6,
-    }
-}
-
 fn paligemma_config() -> paligemma::Config {
     paligemma::Config {
         vision_config: siglip_vision_config(),
@@ -208,7 +96,7 @@ fn paligemma_config() -> paligemma::Config {
     }
 }
 
-pub(crate) fn colpali(vb: VarBuilder<'static>) -> Result<Forward> {
+fn colpali(vb: VarBuilder<'static>) -> Result<Forward> {
     let picture = image(16, &vb)?;
     let prompt = tokens(&[1, 5, 9], vb.device())?;
     let mut model = colpali::Model::new(&paligemma_config(), vb)?;
@@ -221,7 +109,7 @@ pub(crate) fn colpali(vb: VarBuilder<'static>) -> Result<Forward> {
 }
 
 /// An image of four tokens, then a sound of four: the model puts either at the start of the prompt.
-pub(crate) fn gemma4(vb: VarBuilder<'static>) -> Result<Forward> {
+fn gemma4(vb: VarBuilder<'static>) -> Result<Forward> {
     const IMAGE: u32 = 38;
     const SOUND: u32 = 39;
     let picture = image(16, &vb)?;
@@ -271,7 +159,7 @@ pub(crate) fn gemma4(vb: VarBuilder<'static>) -> Result<Forward> {
     })
 }
 
-pub(crate) fn llava(vb: VarBuilder<'static>) -> Result<Forward> {
+fn llava(vb: VarBuilder<'static>) -> Result<Forward> {
     const IMAGE: i64 = -200;
     let picture = image(16, &vb)?;
     let (dtype, device) = (vb.dtype(), vb.device().clone());
@@ -298,30 +186,8 @@ pub(crate) fn llava(vb: VarBuilder<'static>) -> Result<Forward> {
     })
 }
 
-pub(crate) fn mobileclip(vb: VarBuilder<'static>) -> Result<Forward> {
-    let picture = image(64, &vb)?;
-    let config = mobileclip::MobileClipConfig {
-        text_config: openclip::text_model::Config {
-            projection_dim: 512,
-            ..openclip_config()
-        },
-        vision_config: FASTVIT,
-        image_size: 64,
-    };
-    let prompt = tokens(&[1, 5, 39], vb.device())?;
-    let model = mobileclip::MobileClipModel::new(vb, &config)?;
-    outputs(move || {
-        let (text, _) = model.forward(&picture, &prompt)?;
-        Ok(vec![
-            text,
-            model.get_text_features(&prompt)?,
-            model.get_image_features(&picture)?,
-        ])
-    })
-}
-
 /// The width of its patch embedding, 1152, is in the source.
-pub(crate) fn moondream(vb: VarBuilder<'static>) -> Result<Forward> {
+fn moondream(vb: VarBuilder<'static>) -> Result<Forward> {
     let picture = image(28, &vb)?;
     let config = json!({
         "phi_config": {
@@ -348,27 +214,8 @@ pub(crate) fn moondream(vb: VarBuilder<'static>) -> Result<Forward> {
     })
 }
 
-fn openclip_config() -> openclip::text_model::Config {
-    openclip::text_model::Config {
-        vocab_size: 40,
-        embed_dim: 32,
-        intermediate_size: 64,
-        max_position_embeddings: 16,
-        pad_with: None,
-        num_hidden_layers: 2,
-        num_attention_heads: 2,
-        projection_dim: 16,
-    }
-}
-
-pub(crate) fn openclip(vb: VarBuilder<'static>) -> Result<Forward> {
-    let prompt = tokens(&[1, 5, 39], vb.device())?;
-    let model = openclip::text_model::OpenClipTextTransformer::new(vb, &openclip_config())?;
-    forward(move || Module::forward(&model, &prompt))
-}
-
 /// An image of sixteen patches, merged to four tokens.
-pub(crate) fn paddleocr_vl(vb: VarBuilder<'static>) -> Result<Forward> {
+fn paddleocr_vl(vb: VarBuilder<'static>) -> Result<Forward> {
     const IMAGE: u32 = 39;
     let picture = image(16, &vb)?;
     let grid = Tensor::new(&[[1u32, 4, 4]], vb.device())?;
@@ -405,7 +252,7 @@ pub(crate) fn paddleocr_vl(vb: VarBuilder<'static>) -> Result<Forward> {
     })
 }
 
-pub(crate) fn paligemma(vb: VarBuilder<'static>) -> Result<Forward> {
+fn paligemma(vb: VarBuilder<'static>) -> Result<Forward> {
     let picture = image(16, &vb)?;
     let (prompt, token) = (tokens(&[1, 5, 9], vb.device())?, tokens(&[7], vb.device())?);
     let mut model = paligemma::Model::new(&paligemma_config(), vb)?;
@@ -418,7 +265,7 @@ pub(crate) fn paligemma(vb: VarBuilder<'static>) -> Result<Forward> {
 }
 
 /// Its vision tower asks for F32 whatever the builder's dtype is.
-pub(crate) fn pixtral(vb: VarBuilder<'static>) -> Result<Forward> {
+fn pixtral(vb: VarBuilder<'static>) -> Result<Forward> {
     let picture = image(16, &vb)?.to_dtype(DType::F32)?;
     let dtype = vb.dtype();
     let config = pixtral::llava::Config {
@@ -467,7 +314,7 @@ pub(crate) fn pixtral(vb: VarBuilder<'static>) -> Result<Forward> {
 }
 
 /// Sixteen patches of two frames, merged to four tokens; the first vision block feeds the text's first.
-pub(crate) fn qwen3_vl(vb: VarBuilder<'static>) -> Result<Forward> {
+fn qwen3_vl(vb: VarBuilder<'static>) -> Result<Forward> {
     const IMAGE: u32 = 39;
     let patches = noise((16, 3 * 2 * 4 * 4), &vb)?;
     let grid = Tensor::new(&[[1u32, 4, 4]], vb.device())?;
@@ -504,38 +351,8 @@ pub(crate) fn qwen3_vl(vb: VarBuilder<'static>) -> Result<Forward> {
     })
 }
 
-pub(crate) fn siglip(vb: VarBuilder<'static>) -> Result<Forward> {
-    let picture = image(16, &vb)?;
-    let config = siglip::Config {
-        text_config: siglip::TextConfig {
-            vocab_size: 40,
-            hidden_size: 32,
-            intermediate_size: 64,
-            num_hidden_layers: 2,
-            num_attention_heads: 2,
-            max_position_embeddings: 16,
-            hidden_act: Activation::GeluPytorchTanh,
-            layer_norm_eps: 1e-6,
-            pad_token_id: 1,
-            bos_token_id: 38,
-            eos_token_id: 39,
-        },
-        vision_config: siglip_vision_config(),
-    };
-    let prompt = tokens(&[1, 5, 39], vb.device())?;
-    let model = siglip::Model::new(&config, vb)?;
-    outputs(move || {
-        let (text, _) = model.forward(&picture, &prompt)?;
-        Ok(vec![
-            text,
-            model.get_text_features(&prompt)?,
-            model.get_image_features(&picture)?,
-        ])
-    })
-}
-
 /// One token at a time: its mask goes into the attention to the image too.
-pub(crate) fn trocr(vb: VarBuilder<'static>) -> Result<Forward> {
+fn trocr(vb: VarBuilder<'static>) -> Result<Forward> {
     let picture = image(32, &vb)?;
     let config = trocr::TrOCRConfig {
         vocab_size: 40,

@@ -34,13 +34,13 @@ pub(crate) fn cases() -> Vec<Case> {
     ]
 }
 
-pub(crate) fn beit(vb: VarBuilder<'static>) -> Result<Forward> {
+fn beit(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(384, &vb)?;
     let model = beit::BeitVisionTransformer::new(vb, 2, 32, 2)?;
     forward(move || model.forward(&input))
 }
 
-pub(crate) fn depth_anything_v2(vb: VarBuilder<'static>) -> Result<Forward> {
+fn depth_anything_v2(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(56, &vb)?;
     let encoder = dinov2::DinoVisionTransformer::new(vb.pp("pretrained"), 4, 32, 2)?;
     let config = depth_anything_v2::DepthAnythingV2Config::new(
@@ -57,26 +57,26 @@ pub(crate) fn depth_anything_v2(vb: VarBuilder<'static>) -> Result<Forward> {
     forward(move || model.forward(&input))
 }
 
-pub(crate) fn dinov2(vb: VarBuilder<'static>) -> Result<Forward> {
+fn dinov2(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(56, &vb)?;
     let model = dinov2::DinoVisionTransformer::new(vb, 2, 32, 2)?;
     forward(move || model.forward(&input))
 }
 
-pub(crate) fn dinov2reg4(vb: VarBuilder<'static>) -> Result<Forward> {
+fn dinov2reg4(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(518, &vb)?;
     let model = dinov2reg4::DinoVisionTransformer::new(vb, 1, 32, 2)?;
     forward(move || model.forward(&input))
 }
 
 /// Its rotation table is 128 wide, so a head is 64.
-pub(crate) fn eva2(vb: VarBuilder<'static>) -> Result<Forward> {
+fn eva2(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(448, &vb)?;
     let model = eva2::EVA2VisionTransformer::new(vb, 1, 128, 2)?;
     forward(move || model.forward(&input))
 }
 
-pub(crate) fn hiera(vb: VarBuilder<'static>) -> Result<Forward> {
+fn hiera(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(224, &vb)?;
     let config = json!({ "channels": 8, "heads": 1, "stages": [1, 1, 1, 1] });
     let config: hiera::Config = serde_json::from_value(config).unwrap();
@@ -102,19 +102,19 @@ fn segformer_config() -> segformer::Config {
     }
 }
 
-pub(crate) fn segformer(vb: VarBuilder<'static>) -> Result<Forward> {
+fn segformer(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(64, &vb)?;
     let model = segformer::SemanticSegmentationModel::new(&segformer_config(), CLASSES, vb)?;
     forward(move || model.forward(&input))
 }
 
-pub(crate) fn segformer_classifier(vb: VarBuilder<'static>) -> Result<Forward> {
+fn segformer_classifier(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(64, &vb)?;
     let model = segformer::ImageClassificationModel::new(&segformer_config(), CLASSES, vb)?;
     forward(move || model.forward(&input))
 }
 
-pub(crate) fn segment_anything(vb: VarBuilder<'static>) -> Result<Forward> {
+fn segment_anything(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = noise((3, 64, 64), &vb)?;
     let model = segment_anything::sam::Sam::new(32, 1, 2, &[], vb)?;
     outputs(move || {
@@ -126,7 +126,7 @@ pub(crate) fn segment_anything(vb: VarBuilder<'static>) -> Result<Forward> {
 }
 
 /// Only a last width of 320 keeps the resolution that its end expects.
-pub(crate) fn tiny_vit(vb: VarBuilder<'static>) -> Result<Forward> {
+fn tiny_vit(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(1024, &vb)?;
     let model = segment_anything::tiny_vit::TinyViT::new(
         &[8, 8, 16, 320],
@@ -154,7 +154,7 @@ pub(crate) fn vit_config() -> vit::Config {
     }
 }
 
-pub(crate) fn vit(vb: VarBuilder<'static>) -> Result<Forward> {
+fn vit(vb: VarBuilder<'static>) -> Result<Forward> {
     let input = image(32, &vb)?;
     let model = vit::Model::new(&vit_config(), CLASSES, vb)?;
     forward(move || model.forward(&input))

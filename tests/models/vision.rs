@@ -5,6 +5,8 @@ use crate::harness::Case;
 
 #[path = "audio.rs"]
 mod audio;
+#[path = "contrastive.rs"]
+mod contrastive;
 #[path = "convnet.rs"]
 mod convnet;
 #[path = "diffusion.rs"]
@@ -48,6 +50,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases.extend(transformer::cases());
     cases.extend(audio::cases());
     cases.extend(diffusion::cases());
+    cases.extend(contrastive::cases());
     cases.extend(multimodal::cases());
     cases
 }
