@@ -24,7 +24,7 @@ use crate::stand_in::{Entry, StandIn};
 pub(crate) type Forward = Box<dyn FnMut() -> Result<Vec<Tensor>>>;
 
 /// Makes a model from weights, with its config and the inputs of its forward pass.
-pub(crate) type Build = for<'a> fn(VarBuilder<'a>) -> Result<Forward>;
+pub(crate) type Build = fn(VarBuilder<'static>) -> Result<Forward>;
 
 /// Weights by name.
 pub(crate) type Weights = BTreeMap<String, Tensor>;
@@ -40,6 +40,10 @@ pub(crate) struct Case {
     growing: bool,
     /// Variables that `VarMap` cannot make, because the model asks for them without their shape.
     by_hand: &'static [(&'static str, &'static [usize])],
+    /// Tells the names that are not there, of those that the model asks for and can do without.
+    lacks: fn(&str) -> bool,
+    /// How copies are looked for, if they are.
+    census: Option<fn(Build, &Weights) -> Result<Copies>>,
 }
 
 impl Case {
@@ -51,6 +55,8 @@ impl Case {
             bf16: true,
             growing: false,
             by_hand: &[],
+            lacks: |_| false,
+            census: Some(copies::of_each),
         }
     }
 
@@ -73,6 +79,28 @@ impl Case {
     /// With variables by hand: names and shapes.
     pub(crate) fn by_hand(self, by_hand: &'static [(&'static str, &'static [usize])]) -> Self {
         Self { by_hand, ..self }
+    }
+
+    /// Without the names that `lacks` tells.
+    pub(crate) fn lacking(self, lacks: fn(&str) -> bool) -> Self {
+        Self { lacks, ..self }
+    }
+
+    /// With copies looked for in groups of weights, because forward passes are slow: the model has presets only, or
+    /// its images are large.
+    pub(crate) fn grouped(self) -> Self {
+        Self {
+            census: Some(copies::of_groups),
+            ..self
+        }
+    }
+
+    /// Without looking for copies, because a forward pass takes a second.
+    pub(crate) fn slow(self) -> Self {
+        Self {
+            census: None,
+            ..self
+        }
     }
 }
 
@@ -173,8 +201,8 @@ pub(crate) fn run(case: &Case, device: &Device) -> Result<Row> {
             row.alive = cached.alive;
         }
     }
-    if device.is_cpu() {
-        row.copies = Some(copies::census(case.build, &weights)?);
+    if let Some(census) = case.census.filter(|_| device.is_cpu()) {
+        row.copies = Some(census(case.build, &weights)?);
     }
     Ok(row)
 }
@@ -201,6 +229,7 @@ fn make(case: &Case) -> Result<Weights> {
     let maker = Maker {
         map: map.clone(),
         by_hand: case.by_hand,
+        lacks: case.lacks,
     };
     let vb = VarBuilder::from_backend(Box::new(maker), DType::F32, Device::Cpu);
     drop((case.build)(vb)?);
@@ -210,10 +239,11 @@ fn make(case: &Case) -> Result<Weights> {
         .collect()
 }
 
-/// candle's `VarMap`, and the variables by hand.
+/// candle's `VarMap`, with the variables by hand and without those that are not there.
 struct Maker {
     map: VarMap,
     by_hand: &'static [(&'static str, &'static [usize])],
+    lacks: fn(&str) -> bool,
 }
 
 impl SimpleBackend for Maker {
@@ -225,6 +255,10 @@ impl SimpleBackend for Maker {
         dtype: DType,
         dev: &Device,
     ) -> candle_core::Result<Tensor> {
+        if (self.lacks)(name) {
+            let path = name.into();
+            return Err(candle_core::Error::CannotFindTensor { path });
+        }
         SimpleBackend::get(&self.map, s, name, h, dtype, dev)
     }
 
@@ -339,7 +373,7 @@ fn rebuild(cache: &IpcCache, dtype: DType, build: Build, requests: &Requests) ->
 /// How often each name was asked for.
 type Requests = Arc<Mutex<BTreeMap<String, usize>>>;
 
-fn counting<'a>(inner: VarBuilder<'a>, requests: &Requests) -> VarBuilder<'a> {
+fn counting(inner: VarBuilder<'static>, requests: &Requests) -> VarBuilder<'static> {
     let (dtype, device) = (inner.dtype(), inner.device().clone());
     let requests = requests.clone();
     let counting = Counting { inner, requests };
@@ -347,19 +381,19 @@ fn counting<'a>(inner: VarBuilder<'a>, requests: &Requests) -> VarBuilder<'a> {
 }
 
 /// Passes requests on, and counts them.
-struct Counting<'a> {
-    inner: VarBuilder<'a>,
+struct Counting {
+    inner: VarBuilder<'static>,
     requests: Requests,
 }
 
-impl Counting<'_> {
+impl Counting {
     fn count(&self, name: &str) {
         let mut requests = self.requests.lock().unwrap();
         *requests.entry(name.into()).or_default() += 1;
     }
 }
 
-impl SimpleBackend for Counting<'_> {
+impl SimpleBackend for Counting {
     fn get(
         &self,
         s: Shape,

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 
 use candle_core::{DType, Device};
 
+use crate::copies::Copies;
 use crate::harness::Row;
 
 /// Patterns of tensor names that a cell lists before it says how many more there are.
@@ -27,7 +28,9 @@ before it, or not at all.
 - *of these let go*: the built model does not read the tensor itself any more.
 - *let go by the first forward*: a second forward pass does not read it. `—`: its second pass goes on from the first, \
 so this cannot be told.
-- *not used*: no output depends on it, and what happens to it cannot be told.
+- *not used*: no output depends on it, and what happens to it cannot be told. `—`: not looked for, and copies were \
+looked for by kinds, which are the last two words of a name; a kind is named as soon as one of it is copied.
+- `—` in all four: copies were not looked for, because a forward pass is slow.
 
 Copies are looked for in F32. Those that end with the constructor or with a forward pass are not seen.
 ";
@@ -80,19 +83,21 @@ pub(crate) fn markdown(rows: &[Row], excluded: &[(&str, &str)], device: &Device)
             });
             write!(text, " {} | {built} | {ran} |", row.requests).unwrap();
         }
-        if let Some(copies) = &row.copies {
-            let first_forward = match row.growing {
+        if device.is_cpu() {
+            let first_forward = |copies: &Copies| match row.growing {
                 true => "—".into(),
                 false => cell(&copies.first_forward),
             };
-            for cell in [
-                cell(&row.asked_twice),
-                cell(&copies.constructor),
-                cell(&copies.let_go),
-                first_forward,
-                cell(&copies.unused),
+            let unused = |copies: &Copies| copies.unused.as_deref().map_or("—".into(), cell);
+            let copies = row.copies.as_ref();
+            for column in [
+                Some(cell(&row.asked_twice)),
+                copies.map(|copies| cell(&copies.constructor)),
+                copies.map(|copies| cell(&copies.let_go)),
+                copies.map(first_forward),
+                copies.map(unused),
             ] {
-                write!(text, " {cell} |").unwrap();
+                write!(text, " {} |", column.as_deref().unwrap_or("—")).unwrap();
             }
         }
         text.push('\n');
@@ -134,6 +139,7 @@ fn cell(names: &[String]) -> String {
     format!("{}: {}", names.len(), listed.join(", "))
 }
 
+/// The name with its numbers as `*`, in backticks.
 fn pattern(name: &str) -> String {
     let part = |part: &str| match part.parse::<u32>() {
         Ok(_) => "*".to_string(),

@@ -15,8 +15,18 @@ fn copies_are_told_from_views() {
     assert_eq!(copies.constructor, ["copied", "kept.and.copied"]);
     assert_eq!(copies.let_go, ["copied"]);
     assert_eq!(copies.first_forward, ["used.once"]);
-    assert_eq!(copies.unused, ["unused"]);
+    assert_eq!(copies.unused.unwrap(), ["unused"]);
     assert_eq!(row.asked_twice, ["viewed"]);
+}
+
+#[test]
+fn copies_are_told_from_views_in_groups_too() {
+    let row = run(&Case::new("copier", copier).grouped(), &Device::Cpu).unwrap();
+    let copies = row.copies.unwrap();
+    assert_eq!(copies.constructor, ["copied", "kept.and.copied"]);
+    assert_eq!(copies.let_go, ["copied"]);
+    assert_eq!(copies.first_forward, ["used.once"]);
+    assert!(copies.unused.is_none());
 }
 
 fn copier(vb: VarBuilder<'_>) -> Result<Forward> {
