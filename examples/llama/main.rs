@@ -176,7 +176,7 @@ fn spread(args: &Args) -> Result<()> {
     let device = Place::Cuda(first + rank).open()?;
     let started = Instant::now();
     let (mut config, checkpoint) = args.ipc()?;
-    config = config.tensor_parallel(rank as u32, size as u32);
+    config = config.tensor_parallel(rank as u16, size as u16);
     if let Some((_, meeting)) = &led {
         config = config.epoch(meeting.epoch);
     }

@@ -1,7 +1,7 @@
 //! `candle-cache serve`: runs the daemon in the foreground until it is told to stop.
 
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::Context;
 use candle_ipc_cache::daemon::{self, Config, DaemonError, Listener, WorkerCommand};
