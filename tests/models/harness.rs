@@ -350,7 +350,9 @@ fn from_cache(case: &Case, file: &Path, dtype: DType, device: &Device) -> Result
     let mut forward = rebuild(&cache, dtype, case.build, &requests)?;
     drop(cache);
     let built = sweep().tensors;
-    let outputs = forward()?;
+    // An output of a model that fuses batch norms, whose statistics are variables to candle, refers to all that it was
+    // computed from: the weights stay mapped while it lives.
+    let outputs = forward()?.iter().map(Tensor::detach).collect();
     let ran = sweep().tensors;
     drop(forward);
     ensure!(
