@@ -13,7 +13,6 @@ mod quantized;
 #[allow(dead_code, reason = "the example uses all of it")]
 #[path = "../examples/llama/sample.rs"]
 mod sample;
-#[allow(dead_code, reason = "other tests use all of it")]
 #[path = "common/stand_in.rs"]
 mod stand_in;
 #[allow(dead_code, reason = "the example uses all of it")]

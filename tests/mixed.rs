@@ -16,7 +16,6 @@ use candle_ipc_cache::{
 use candle_nn::{Embedding, Linear, VarBuilder};
 
 #[path = "common/stand_in.rs"]
-#[allow(dead_code, reason = "other tests use all of it")]
 mod stand_in;
 use stand_in::{Model, StandIn};
 

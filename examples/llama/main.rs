@@ -283,8 +283,10 @@ struct Engine<'a> {
     manners: Manners,
     args: &'a Args,
     /// Called with what is to be answered, before it is.
-    before: Box<dyn FnMut(&str) -> Result<()>>,
+    before: Before,
 }
+
+type Before = Box<dyn FnMut(&str) -> Result<()>>;
 
 impl Engine<'_> {
     /// Answers the prompt that was given, or lines from standard input.

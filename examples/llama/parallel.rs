@@ -92,7 +92,7 @@ impl Parallel {
         group: Rc<dyn Group>,
     ) -> Result<Self> {
         let (rank, size) = (group.rank(), group.size());
-        if config.heads % size != 0 || config.key_heads % size != 0 {
+        if !config.heads.is_multiple_of(size) || !config.key_heads.is_multiple_of(size) {
             bail!(
                 "{} heads and {} key heads cannot be spread over {size} processes",
                 config.heads,

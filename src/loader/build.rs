@@ -26,7 +26,7 @@ pub enum BuildError {
     )]
     Unmet {
         /// The entry.
-        entry: EntryId,
+        entry: Box<EntryId>,
         /// Everything that is wrong.
         unmet: Box<Unmet>,
         /// candle's first error; `None` where no constructor ran.
@@ -39,7 +39,7 @@ pub enum BuildError {
     )]
     Constructor {
         /// The entry.
-        entry: EntryId,
+        entry: Box<EntryId>,
         /// candle's error.
         source: Box<candle_core::Error>,
         /// Why something may have been overlooked.
@@ -52,7 +52,7 @@ pub enum BuildError {
     )]
     Set {
         /// The entry.
-        entry: EntryId,
+        entry: Box<EntryId>,
         /// The variable.
         name: String,
         /// What went wrong.
@@ -373,7 +373,7 @@ impl IpcCache {
         let limits = Limits::default();
         let findings = meta_model::trace(shared.table(), dtype, limits, &|vb| build(vb).map(drop));
         let unmet = Unmet::of(shared, findings);
-        let entry = shared.report.entry.clone();
+        let entry = Box::new(shared.report.entry.clone());
         if unmet.is_empty() {
             if let Some(panic) = panic {
                 resume_unwind(panic);

@@ -34,7 +34,7 @@ impl IpcCache {
             vars.iter().filter_map(fault).collect::<Vec<_>>()
         };
         let faults = faults_under(&[]);
-        let entry = || shared.report.entry.clone();
+        let entry = || Box::new(shared.report.entry.clone());
         if !faults.is_empty() {
             let names: Vec<String> = vars.iter().map(|(name, _)| (*name).clone()).collect();
             let mut findings = Findings {
