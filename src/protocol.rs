@@ -318,6 +318,10 @@ pub struct ReadyStatus {
     pub ranks: u32,
     /// The root over its tensors, in hexadecimal.
     pub root: String,
+    /// What float tensors were stored as: `stored`, `bf16`, `f16` or `f32`.
+    pub dtype: String,
+    /// The recipe that it was quantized by, its first 256 characters; `none`.
+    pub recipe: String,
     /// Tensors, aliases included.
     pub tensors: u64,
     /// Bytes of its slabs.

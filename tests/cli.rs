@@ -263,11 +263,13 @@ fn every_command_prints_its_promised_json() {
     );
     let promised = [
         "age_seconds",
+        "dtype",
         "epoch",
         "holders",
         "leases",
         "memory_bytes",
         "ranks",
+        "recipe",
         "root",
         "tensors",
     ];

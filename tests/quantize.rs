@@ -551,6 +551,13 @@ fn the_program_plans_what_it_then_loads_and_the_recipe_is_part_of_the_key() {
         plan["recipe"].as_str().unwrap()
     );
 
+    let status = json(&["status", "--json"]);
+    let ready = &status["entries"][0]["ready"];
+    assert_eq!(
+        (ready["recipe"].as_str(), ready["dtype"].as_str()),
+        (plan["recipe"].as_str(), Some("stored"))
+    );
+
     // The same recipe in other words is held already; another one is not, and neither is none.
     let again = load(&["--quantize", recipe.to_str().unwrap()]);
     assert_eq!(again["result"], "already loaded");

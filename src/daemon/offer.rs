@@ -30,7 +30,7 @@ pub(super) struct Summary {
     pub(super) layout: Digest,
     /// Digest over attributes and small files.
     extras: Digest,
-    key: Key,
+    pub(super) key: Key,
 }
 
 impl Offered {

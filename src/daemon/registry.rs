@@ -26,6 +26,8 @@ use crate::slab::DeviceId;
 
 /// Most holders that a status lists.
 const MAX_HOLDERS: usize = 64;
+/// Most characters of a text that a status shows.
+const MAX_SHOWN: usize = 256;
 /// Bytes of one status page.
 const PAGE: usize = protocol::MAX_PACKET - 1024;
 
@@ -123,6 +125,11 @@ struct Entry {
     retired: Vec<Retired>,
 }
 
+/// A text of a manifest, as much of it as a status shows.
+fn shown(text: &str) -> String {
+    text.chars().take(MAX_SHOWN).collect()
+}
+
 impl Entry {
     fn is_empty(&self) -> bool {
         self.ready.is_none()
@@ -155,6 +162,8 @@ impl Entry {
                 epoch: ready.epoch.id,
                 ranks: ready.epoch.ranks,
                 root: ready.epoch.summary.root.to_string(),
+                dtype: shown(&ready.epoch.summary.key.dtype),
+                recipe: shown(&ready.epoch.summary.key.recipe),
                 tensors: ready.epoch.summary.tensors,
                 memory_bytes: ready.epoch.summary.memory_bytes,
                 leases: ready.holders.len() as u64,

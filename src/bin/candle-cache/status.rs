@@ -56,6 +56,8 @@ fn print_json(socket: &Path, entries: &[EntryStatus]) {
                     "epoch": ready.epoch.to_string(),
                     "ranks": ready.ranks,
                     "root": ready.root,
+                    "dtype": ready.dtype,
+                    "recipe": ready.recipe,
                     "tensors": ready.tensors,
                     "memory_bytes": ready.memory_bytes,
                     "leases": ready.leases,
@@ -103,6 +105,14 @@ fn print_table(socket: &Path, entries: &[EntryStatus]) {
         let Some(status) = i.checked_sub(1).and_then(|i| entries.get(i)) else {
             continue;
         };
+        if let Some(ready) = &status.ready {
+            if ready.recipe != "none" {
+                println!("    quantized by {}", ready.recipe);
+            }
+            if ready.dtype != "stored" {
+                println!("    floats stored as {}", ready.dtype);
+            }
+        }
         if let Some(reason) = &status.failed {
             println!("    last load failed: {}", reason.replace('\n', "\n    "));
         }
