@@ -9,10 +9,14 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use candle_core::Tensor;
 use candle_ipc_cache::protocol::EpochId;
 
 use crate::nccl::{self, Nccl};
-use crate::parallel::Group;
+use crate::parallel::{Group, Parallel};
+use crate::quantized::Config;
+use crate::sample::Model;
+use crate::weights::{Build, Weights};
 
 /// How long a rank goes on after rank 0 has gone: in good order it is done by then.
 const GRACE: Duration = Duration::from_secs(10);
@@ -129,5 +133,38 @@ impl Leader {
             Ok(line) => Ok(Some(serde_json::from_str(&line)?)),
             Err(_) => Ok(None),
         }
+    }
+}
+
+impl Weights {
+    /// The load that these weights come from.
+    pub(crate) fn epoch(&self) -> Result<EpochId> {
+        match self {
+            Self::Cache(cache) => Ok(cache.epoch()),
+            _ => bail!("a model that is spread over GPUs comes from the cache"),
+        }
+    }
+
+    /// Builds one rank's part of a model that is spread over `group`, and says for how many positions.
+    pub(crate) fn build_part(
+        &self,
+        how: &Build,
+        group: Rc<dyn Group>,
+    ) -> Result<(Box<dyn Model>, usize)> {
+        let Self::Cache(cache) = self else {
+            bail!("a model that is spread over GPUs comes from the cache")
+        };
+        let config = cache.file("config.json");
+        let config = Config::from_json(config.context("no config.json came with the entry")?)?;
+        let context = how.context.min(config.context);
+        let weights = cache.sharded(how.dtype);
+        let model = Parallel::load(weights, &config, context, group)?;
+        Ok((Box::new(model), context))
+    }
+}
+
+impl Model for Parallel {
+    fn forward(&mut self, tokens: &Tensor, position: usize) -> candle_core::Result<Tensor> {
+        Parallel::forward(self, tokens, position)
     }
 }

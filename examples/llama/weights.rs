@@ -118,41 +118,6 @@ impl Weights {
     }
 }
 
-#[cfg(feature = "nccl")]
-impl Weights {
-    /// The load that these weights come from.
-    pub(crate) fn epoch(&self) -> Result<candle_ipc_cache::protocol::EpochId> {
-        match self {
-            Self::Cache(cache) => Ok(cache.epoch()),
-            _ => bail!("a model that is spread over GPUs comes from the cache"),
-        }
-    }
-
-    /// Builds one rank's part of a model that is spread over `group`, and says for how many positions.
-    pub(crate) fn build_part(
-        &self,
-        how: &Build,
-        group: std::rc::Rc<dyn crate::parallel::Group>,
-    ) -> Result<(Box<dyn Model>, usize)> {
-        let Self::Cache(cache) = self else {
-            bail!("a model that is spread over GPUs comes from the cache")
-        };
-        let config = cache.file("config.json");
-        let config = Config::from_json(config.context("no config.json came with the entry")?)?;
-        let context = how.context.min(config.context);
-        let weights = cache.sharded(how.dtype);
-        let model = crate::parallel::Parallel::load(weights, &config, context, group)?;
-        Ok((Box::new(model), context))
-    }
-}
-
-#[cfg(feature = "nccl")]
-impl Model for crate::parallel::Parallel {
-    fn forward(&mut self, tokens: &Tensor, position: usize) -> candle_core::Result<Tensor> {
-        crate::parallel::Parallel::forward(self, tokens, position)
-    }
-}
-
 /// The model of a cache's entry: quantized where any of its tensors is.
 fn shared(cache: &IpcCache, how: &Build) -> Result<(Box<dyn Model>, usize)> {
     if let Some(header) = gguf_header(cache)? {
