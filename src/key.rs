@@ -153,6 +153,11 @@ impl Receipt {
 }
 
 impl Key {
+    /// Whether the entry holds something of every tensor of its files: all of it, or a rank's slice.
+    pub fn takes_all(&self) -> bool {
+        self.selection == ALL || self.selection.starts_with(&format!("{ALL},"))
+    }
+
     /// The fields, apart from the files, in which `wanted` differs from this key.
     pub fn differences(&self, wanted: &Self) -> Vec<Difference> {
         let mut out = Vec::new();

@@ -32,7 +32,7 @@ pub mod stack;
 pub mod stream;
 pub mod taken;
 
-pub use held::{Held, already_held};
+pub use held::{Held, already_held, already_held_over};
 
 /// Most threads that fill slabs, unless the caller asks for another number.
 pub const DEFAULT_THREADS: usize = 16;
@@ -420,10 +420,45 @@ pub fn publish_set(
     options: &LoadOptions,
     progress: &(dyn Fn(Progress) + Sync),
 ) -> Result<Vec<Published>, WorkerError> {
-    let mut ranks = Vec::with_capacity(entries.len());
-    for entry in entries {
-        ranks.push(Ranked::new(entry, checkpoint, options)?);
-    }
+    let ranks = ranked(entries, checkpoint, options)?;
+    publish_ranks(conn, entries, &ranks, checkpoint, progress)
+}
+
+/// As [`publish_set`], but connects only when it is clear what is loaded: a daemon waits for nobody's rules to be
+/// worked out.
+///
+/// # Errors
+/// As [`publish_set`]; and those of `connect`.
+pub fn publish_set_over<E: From<WorkerError>>(
+    connect: impl FnOnce() -> Result<Connection, E>,
+    entries: &[EntryId],
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    progress: &(dyn Fn(Progress) + Sync),
+) -> Result<Vec<Published>, E> {
+    let ranks = ranked(entries, checkpoint, options)?;
+    let conn = connect()?;
+    Ok(publish_ranks(&conn, entries, &ranks, checkpoint, progress)?)
+}
+
+fn ranked(
+    entries: &[EntryId],
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+) -> Result<Vec<Ranked>, WorkerError> {
+    let ranked = entries
+        .iter()
+        .map(|entry| Ranked::new(entry, checkpoint, options));
+    ranked.collect()
+}
+
+fn publish_ranks(
+    conn: &Connection,
+    entries: &[EntryId],
+    ranks: &[Ranked],
+    checkpoint: &Checkpoint,
+    progress: &(dyn Fn(Progress) + Sync),
+) -> Result<Vec<Published>, WorkerError> {
     let Some(first) = ranks.first() else {
         return Ok(Vec::new());
     };

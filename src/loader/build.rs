@@ -34,7 +34,7 @@ pub enum BuildError {
     },
     /// The constructor failed, though nothing that it asks for was found to be wrong.
     #[error(
-        "the model cannot be built, though {entry} holds what was asked for: {source}{}",
+        "the model cannot be built, and beside its own error nothing was found wrong with {entry}: {source}{}",
         more(incomplete)
     )]
     Constructor {
@@ -238,16 +238,26 @@ impl fmt::Display for Unmet {
             };
             write!(f, "\n  {count} {names} {begin} otherwise in the checkpoint")?;
             if let Some(found) = found {
-                write!(f, " (`{first}` is `{found}`)")?;
+                write!(f, " (`{held}` is `{found}`)")?;
             }
-            f.write_str(": ")?;
-            for (i, renaming) in self.fit.iter().enumerate() {
-                let between = if i == 0 { "" } else { ", " };
-                write!(f, "{between}`{renaming}`")?;
-            }
-            f.write_str(" fits")?;
-            if !self.naming.is_empty() {
-                write!(f, ", beside what is set ({})", self.naming)?;
+            if self.naming.is_empty() {
+                f.write_str(": ")?;
+                for (i, renaming) in self.fit.iter().enumerate() {
+                    let between = if i == 0 { "" } else { ", " };
+                    write!(f, "{between}`{renaming}`")?;
+                }
+                f.write_str(" fits")?;
+            } else {
+                // A rename acts on the model's own names, before what is set.
+                write!(f, ", after what is set ({}); change that:", self.naming)?;
+                for (i, renaming) in self.fit.iter().enumerate() {
+                    let between = if i == 0 { "" } else { "," };
+                    let (from, to) = (&renaming.from, &renaming.to);
+                    write!(
+                        f,
+                        "{between} what comes to begin with `{from}` begins with `{to}`"
+                    )?;
+                }
             }
         }
         if self.unsure {
@@ -341,8 +351,9 @@ impl IpcCache {
     ///
     /// Only if that fails, by an error or a panic, `build` is called again, some times, with builders on the CPU whose
     /// tensors have a shape and no values, to find out all that is wrong; what it then returns is dropped. Its side
-    /// effects happen as often. These runs print no panics, end when this process has grown by 2 GiB, and no further
-    /// one begins after 5 s.
+    /// effects happen as often. These runs print no panics of this thread. They end at the next request after this process
+    /// has grown by 2 GiB, or where a tensor that is not there is far larger than those that are; no further one begins
+    /// after 5 s.
     ///
     /// # Errors
     /// [`BuildError::Unmet`] lists everything that is missing, misshapen and mistyped, and the prefixes that fit;

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use super::config::IpcConfig;
 use super::error::AttachError;
 use crate::checkpoint::{Checkpoint, CheckpointError, Options, SourceTensor};
-use crate::key::{self, Difference, Freshness, Receipt};
+use crate::key::{Difference, Freshness, Receipt};
 use crate::manifest::{Manifest, TensorEntry};
 use crate::protocol::EntryId;
 use crate::shard::Cut;
@@ -263,7 +263,7 @@ fn compare(
             let wanted = described(tensor.element.as_str(), &tensor.shape);
             let Some(held) = manifest.find(&tensor.name) else {
                 // What was left out on purpose cannot be served, so it need not be the right one.
-                if manifest.key.selection != key::ALL {
+                if !manifest.key.takes_all() {
                     continue;
                 }
                 differences.push(difference(&tensor.name, wanted, "no such tensor".into()));
@@ -347,8 +347,13 @@ fn described(element: &str, shape: &[u64]) -> String {
 }
 
 fn reload(model: &str, entry: &EntryId) -> String {
+    let part = if entry.shard.is_whole() {
+        ""
+    } else {
+        " with the --tp, --plan and other options that it was loaded with"
+    };
     format!(
-        "to serve what is meant, run `candle-cache load {model} --name {}`",
+        "to serve what is meant, run `candle-cache load {model} --name {}`{part}",
         entry.name
     )
 }

@@ -243,6 +243,9 @@ impl SimpleBackend for Backend {
     }
 }
 
+/// Missing tensors up to this many bytes are stood in for, however small those are that are held.
+const LARGE: u64 = 64 << 20;
+
 impl Inner {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -258,6 +261,7 @@ impl Inner {
         let (table, fit) = (&self.table, &self.answers.fit);
         let fault = table.fault(name, shape.as_deref(), dtype, fit);
         let wanted = shape.or_else(|| table.shape(name, fit));
+        let faulty = fault.is_some();
         let mut state = self.lock();
         if state.seen.insert(name.to_string()) {
             state.run.asked.push(name.to_string());
@@ -267,7 +271,12 @@ impl Inner {
             let error = (!given).then(|| fault.error());
             let last = state.requests;
             match state.known.get(&fault).copied() {
-                Some(at) => state.run.faults[at].last = last,
+                // A builder that is used after its run has nothing to add to it.
+                Some(at) => {
+                    if let Some(met) = state.run.faults.get_mut(at) {
+                        met.last = last;
+                    }
+                }
                 None => {
                     let at = state.run.faults.len();
                     state.known.insert(fault.clone(), at);
@@ -291,6 +300,14 @@ impl Inner {
             Error::Msg(format!("tensor `{name}` of shape {wanted:?} is too large"))
         })?;
         let bytes = count.saturating_mul(dtype.size_in_bytes().max(1) as u64);
+        // A constructor may make any of them contiguous at once, and then all of its bytes are taken: more than the real
+        // run would have, where nothing so large is held.
+        if faulty && bytes > self.limits.bytes.min(table.largest().max(LARGE)) {
+            let why = format!(
+                "tensor `{name}` of shape {wanted:?} is not there, and too large to go on with"
+            );
+            state.stopped.get_or_insert(why);
+        }
         self.count(&mut state, bytes)?;
         let scalars = &mut state.scalars;
         let same = |s: &&Tensor| s.dtype() == dtype && s.device().same_device(device);

@@ -105,6 +105,12 @@ impl Table {
         }
     }
 
+    /// Bytes of the largest tensor that is held, in the widest dtype.
+    pub(crate) fn largest(&self) -> u64 {
+        let count = |t: &TensorEntry| t.shape.iter().product::<u64>().saturating_mul(8);
+        self.manifest.tensors.iter().map(count).max().unwrap_or(0)
+    }
+
     pub(crate) fn find(&self, name: &str, fit: &[Renaming]) -> Option<usize> {
         self.manifest.find(&self.stored(name, fit))
     }

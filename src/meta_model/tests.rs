@@ -34,14 +34,40 @@ fn listed(findings: &Findings) -> Vec<String> {
 
 #[test]
 fn tensors_that_nobody_makes_contiguous_cost_nothing() {
-    // 1 TiB each.
+    // 64 MiB each, and 6 GiB together.
     let findings = search(one(), Limits::default(), &|vb| {
         for i in 0..100 {
-            vb.get(1 << 38, &format!("t{i}"))?;
+            vb.get(16 << 20, &format!("t{i}"))?;
         }
         Ok(())
     });
     assert_eq!((findings.faults.len(), findings.incomplete), (100, None));
+}
+
+#[test]
+fn a_missing_tensor_that_no_memory_could_hold_ends_the_search_and_not_the_process() {
+    let findings = search(one(), Limits::default(), &|vb| {
+        vb.get(1 << 40, "x")?.contiguous()?;
+        vb.get(1, "y")?;
+        Ok(())
+    });
+    assert_eq!(listed(&findings), ["x"]);
+    let why = findings.incomplete.expect("a reason");
+    assert!(why.contains("`x`") && why.contains("too large"), "{why}");
+}
+
+#[test]
+fn a_builder_that_is_used_after_its_run_is_refused_and_does_not_panic() {
+    let kept = std::sync::Mutex::new(Vec::new());
+    search(one(), Limits::default(), &|vb| {
+        kept.lock().expect("no panic").push(vb.clone());
+        vb.get(1, "x").map(drop)
+    });
+    for vb in kept.into_inner().expect("no panic") {
+        for name in ["x", "a", "y"] {
+            drop(vb.get(1, name));
+        }
+    }
 }
 
 #[test]

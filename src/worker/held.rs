@@ -42,6 +42,20 @@ pub fn already_held(
     checkpoint: &Checkpoint,
     options: &LoadOptions,
 ) -> Result<Option<Held>, WorkerError> {
+    already_held_over(|| Ok(conn), entry, checkpoint, options)
+}
+
+/// As [`already_held`], but connects only when it is clear what a load would make: a daemon waits for nobody's rules
+/// to be worked out.
+///
+/// # Errors
+/// As [`already_held`]; and those of `connect`.
+pub fn already_held_over<E: From<WorkerError>>(
+    connect: impl FnOnce() -> Result<Connection, E>,
+    entry: &EntryId,
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+) -> Result<Option<Held>, E> {
     let options = LoadOptions {
         name: Some(entry.name.clone()),
         device: entry.device,
@@ -49,6 +63,16 @@ pub fn already_held(
         ..options.clone()
     };
     let wanted = Taken::of(checkpoint, &options)?.key(&options);
+    let conn = connect()?;
+    Ok(ask_for(conn, entry, &wanted, checkpoint)?)
+}
+
+fn ask_for(
+    conn: Connection,
+    entry: &EntryId,
+    wanted: &Key,
+    checkpoint: &Checkpoint,
+) -> Result<Option<Held>, WorkerError> {
     let attach = Request::Attach {
         entry: entry.clone(),
         epoch: None,
@@ -74,7 +98,7 @@ pub fn already_held(
         }
     };
     conn.send(&Request::Received, &[], protocol::STEP)?;
-    let held = fds.first().and_then(|fd| same(fd, &wanted, checkpoint));
+    let held = fds.first().and_then(|fd| same(fd, wanted, checkpoint));
     conn.send(&Request::Goodbye, &[], protocol::STEP)?;
     Ok(held.map(|manifest| Held {
         epoch,

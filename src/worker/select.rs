@@ -75,6 +75,8 @@ struct Named {
 struct Wish {
     /// Shapes that were asked for without a shard.
     shapes: Vec<Vec<u64>>,
+    /// Whether it was asked for without a shard.
+    whole: bool,
     dim: Option<u32>,
 }
 
@@ -423,10 +425,24 @@ impl ShardPlan {
                     .collect()
             }
             How::Rules(rules) => {
+                let names: HashSet<&str> = tensors.iter().map(|t| t.name.as_str()).collect();
                 for rule in rules {
-                    named("the rule", &rule.pattern, tensors)?;
+                    // A whole name is looked up; a pattern is compared with every name.
+                    let weight = || format!("{}.weight", rule.pattern);
+                    let known =
+                        names.contains(rule.pattern.as_str()) || names.contains(weight().as_str());
+                    if !known {
+                        named("the rule", &rule.pattern, tensors)?;
+                    }
                 }
-                tensors.iter().map(|t| by_rules(rules, &t.name)).collect()
+                let (exact, patterns): (Vec<&Rule>, Vec<&Rule>) =
+                    rules.iter().partition(|r| pattern::is_exact(&r.pattern));
+                let exact: HashMap<&str, &Rule> =
+                    exact.into_iter().map(|r| (r.pattern.as_str(), r)).collect();
+                tensors
+                    .iter()
+                    .map(|t| by_rules(&exact, &patterns, &t.name))
+                    .collect()
             }
         }
     }
@@ -441,29 +457,36 @@ impl fmt::Display for Rule {
     }
 }
 
-fn by_rules(rules: &[Rule], tensor: &str) -> Result<Option<u32>, SelectError> {
-    for exact in [true, false] {
-        let mut found: Option<&Rule> = None;
-        for rule in rules {
-            if pattern::is_exact(&rule.pattern) != exact || !pattern::names(&rule.pattern, tensor) {
-                continue;
-            }
-            match found {
-                Some(first) if first.dim != rule.dim => {
-                    return Err(SelectError::Conflict {
-                        first: first.to_string(),
-                        second: rule.to_string(),
-                        tensor: tensor.into(),
-                    });
-                }
-                _ => found = Some(rule),
-            }
-        }
-        if let Some(rule) = found {
-            return Ok(rule.dim);
-        }
+fn by_rules(
+    exact: &HashMap<&str, &Rule>,
+    patterns: &[&Rule],
+    tensor: &str,
+) -> Result<Option<u32>, SelectError> {
+    let short = tensor.strip_suffix(".weight").and_then(|s| exact.get(s));
+    let whole: Vec<&Rule> = exact
+        .get(tensor)
+        .into_iter()
+        .chain(short)
+        .copied()
+        .collect();
+    let named = || {
+        let fitting = patterns.iter().copied();
+        fitting
+            .filter(|r| pattern::names(&r.pattern, tensor))
+            .collect()
+    };
+    let rules: Vec<&Rule> = if whole.is_empty() { named() } else { whole };
+    let Some(first) = rules.first() else {
+        return Ok(None);
+    };
+    match rules.iter().find(|r| r.dim != first.dim) {
+        Some(second) => Err(SelectError::Conflict {
+            first: first.to_string(),
+            second: second.to_string(),
+            tensor: tensor.to_string(),
+        }),
+        None => Ok(first.dim),
     }
-    Ok(None)
 }
 
 fn named(what: &'static str, pattern: &str, tensors: &[SourceTensor]) -> Result<(), SelectError> {
@@ -484,7 +507,10 @@ impl Named {
         for asked in &trace.tensors {
             let wish = tensors.entry(asked.name.clone()).or_default();
             match asked.shard.filter(|shard| shard.size > 1) {
-                None => wish.shapes.extend(asked.shape.clone()),
+                None => {
+                    wish.whole = true;
+                    wish.shapes.extend(asked.shape.clone());
+                }
                 Some(shard) => {
                     if let Some(first) = wish.dim.filter(|dim| *dim != shard.dim) {
                         return Err(SelectError::TwoDims {
@@ -497,6 +523,10 @@ impl Named {
                     wish.dim = Some(shard.dim);
                 }
             }
+        }
+        // What is asked for whole as well (an embedding that is the output head, too) is kept whole: that serves both.
+        for wish in tensors.values_mut().filter(|wish| wish.whole) {
+            wish.dim = None;
         }
         Ok(Self { shown, tensors })
     }

@@ -164,12 +164,12 @@ fn describe(checkpoint: &Checkpoint, picks: &[Pick]) -> String {
     }
     let digest = Digest::from(hasher.finalize()).to_string();
     let cut = picks.iter().filter(|pick| pick.dim.is_some()).count();
-    format!(
-        "{} of {} tensors, {cut} of them cut, {}",
-        picks.len(),
-        checkpoint.tensors.len(),
-        &digest[..16]
-    )
+    let (taken, all) = (picks.len(), checkpoint.tensors.len());
+    let digest = &digest[..16];
+    if taken == all {
+        return format!("{}, {cut} of {taken} tensors cut, {digest}", key::ALL);
+    }
+    format!("{taken} of {all} tensors, {cut} of them cut, {digest}")
 }
 
 fn becomes(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Vec<Becomes>, WorkerError> {

@@ -3,14 +3,16 @@
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_ipc_cache::loader::Proof;
 use candle_ipc_cache::manifest::{Digest, ElementType};
 use candle_ipc_cache::quantize::Quantize;
 use candle_ipc_cache::shard::{Cut, Part, ShardId, slice};
+use candle_ipc_cache::trace::{Asked, ShardHint};
 use candle_ipc_cache::worker::select::{Selection, ShardPlan};
 use candle_ipc_cache::worker::{LoadOptions, Loaded, TargetDtype};
-use candle_ipc_cache::{AttachError, IpcCache};
+use candle_ipc_cache::{AttachError, IpcCache, Trace};
+use candle_nn::var_builder::Shard;
 
 use crate::common::fixture;
 use crate::support::{
@@ -85,7 +87,7 @@ fn the_slices_of_converted_and_quantized_tensors_are_those_of_the_whole() {
             assert_eq!(check(&part, &whole), 3);
             let key = &manifest(&part).key;
             assert_eq!(key.shard.to_string(), format!("tp {rank}/2"));
-            assert!(key.selection.starts_with("4 of 4 tensors, 3 of them cut"));
+            assert!(key.selection.starts_with("all, 3 of 4 tensors cut"));
             let sum = |loaded: &Loaded| -> u64 {
                 let tensors = manifest(loaded).tensors.iter();
                 tensors.map(|t| t.bytes).sum()
@@ -218,6 +220,65 @@ fn a_rank_is_proved_by_the_digest_of_its_own_slice() {
         }
         other => panic!("{other}"),
     }
+}
+
+#[test]
+fn a_tensor_that_was_added_to_the_file_is_seen_by_every_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("m.safetensors");
+    write(&path, &layer());
+    let options = options(planned(folder.path(), RULES), 0, 2);
+    let daemon = serve(fill(&open(&path), &options).unwrap());
+    let mut more = layer();
+    more.push(floats("added.weight", &[4], 5));
+    write(&path, &more);
+    let config = daemon.config("m").tensor_parallel(0, 2);
+    match IpcCache::attach(&config.checkpoint(&path), &Device::Cpu).unwrap_err() {
+        AttachError::Mismatch(mismatch) => {
+            assert_eq!(mismatch.differences[0].field, "tensor `added.weight`");
+            assert!(mismatch.to_string().contains("--tp"), "{mismatch}");
+        }
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn what_a_trace_asks_for_whole_as_well_is_kept_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("m.safetensors");
+    write(&path, &layer());
+    let checkpoint = open(&path);
+    let asked = |name: &str, cut: bool| Asked {
+        name: name.into(),
+        shape: None,
+        dtype: None,
+        shard: cut.then_some(ShardHint {
+            dim: 0,
+            rank: 0,
+            size: 2,
+        }),
+    };
+    let both = vec![
+        asked("up.weight", false),
+        asked("up.weight", true),
+        asked("down.weight", true),
+    ];
+    let plan = ShardPlan::of_trace(&Trace::new(both, Vec::new()), "t.json").unwrap();
+    let options = options(Selection::default().plan(plan), 0, 2);
+    let daemon = serve(fill(&checkpoint, &options).unwrap());
+    let config = daemon.config("m").tensor_parallel(0, 2);
+    let cache = IpcCache::attach(&config, &Device::Cpu).unwrap();
+    let shard = |rank| Shard {
+        dim: 0,
+        rank,
+        world_size: 2,
+    };
+    let vb = cache.sharded(DType::F32);
+    let get = |name: &str, shard| vb.get_with_hints((), name, shard);
+    assert_eq!(get("down.weight", shard(0)).unwrap().dims(), [32, 512]);
+    assert_eq!(get("up.weight", shard(1)).unwrap().dims(), [32, 512]);
+    let whole = cache.var_builder(DType::F32).get((64, 512), "up.weight");
+    assert_eq!(whole.unwrap().dims(), [64, 512]);
 }
 
 #[test]

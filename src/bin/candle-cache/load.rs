@@ -139,10 +139,9 @@ fn load(args: &Args, global: &Global) -> anyhow::Result<()> {
 
     let shown = Shown::new(global.json);
     let start = Instant::now();
-    let conn = client::connect(global)?;
-    let published = worker::publish_set(&conn, &entries, &checkpoint, &options, &|p| {
-        shown.progress(&p)
-    });
+    let connect = || Ok::<_, anyhow::Error>(client::connect(global)?);
+    let tell = |p| shown.progress(&p);
+    let published = worker::publish_set_over(connect, &entries, &checkpoint, &options, &tell);
     shown.end();
     let published = published?;
     let what = if published.iter().all(|p| p.unchanged) {
@@ -191,8 +190,8 @@ fn held(
 ) -> anyhow::Result<Option<Vec<Held>>> {
     let mut all: Vec<Held> = Vec::with_capacity(entries.len());
     for entry in entries {
-        let conn = client::connect(global)?;
-        match worker::already_held(conn, entry, checkpoint, options)? {
+        let connect = || Ok::<_, anyhow::Error>(client::connect(global)?);
+        match worker::already_held_over(connect, entry, checkpoint, options)? {
             Some(held) if all.first().is_none_or(|first| first.epoch == held.epoch) => {
                 all.push(held);
             }

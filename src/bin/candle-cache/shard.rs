@@ -63,7 +63,9 @@ impl ShardArgs {
             let shown = path.display().to_string();
             selection = selection.only(&Trace::read(path)?, shown)?;
         }
-        if let Some(path) = &self.plan {
+        // One rank has all of everything: a script that is run with `--tp 1` needs no other words.
+        let plan = self.plan.as_ref().filter(|_| self.tp != Some(1));
+        if let Some(path) = plan {
             selection = selection.plan(ShardPlan::read(path)?);
         }
         for (flag, part) in [("--pp", self.pp), ("--ep", self.ep)] {

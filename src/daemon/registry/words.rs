@@ -71,12 +71,16 @@ pub(super) fn abandoned(entry: &EntryId) -> Refused {
 pub(super) fn no_epoch(entry: &EntryId, wanted: EpochId, held: Option<&Epoch>) -> Refused {
     let instead = match held {
         None => ": attach without an epoch".to_string(),
+        Some(Epoch { id, ranks: 1, .. }) if !entry.shard.is_whole() => format!(
+            ", the daemon holds this rank alone, loaded by itself as epoch {id}: ranks of two loads do not go together, so load \
+             all of them again as one set"
+        ),
         Some(Epoch { id, ranks: 1, .. }) => {
             format!(", the daemon holds epoch {id}: attach without an epoch, or to that one")
         }
         Some(Epoch { id, ranks, .. }) => format!(
             ", the daemon holds epoch {id}, a set of {ranks} ranks: ranks of two sets do not go together, so attach all of \
-             them to that one"
+             them to that one, or load the set again where a rank of it was replaced alone"
         ),
     };
     Refused::new(
