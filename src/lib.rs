@@ -28,6 +28,6 @@ pub use loader::{
     AttachError, BuildError, Cast, Dequantized, Detached, FromIpcCache, GetError, HandOff,
     IpcCache, IpcConfig, MaybeQuantizedEmbedding, MaybeQuantizedLinear, MaybeQuantizedVarBuilder,
     Mismatch, Naming, OptionError, Proof, QuantizedVarBuilder, Renaming, Report, ShardedVarBuilder,
-    ShardedWeights, Took, Unasked, Unmet,
+    ShardedWeights, Took, Unasked, Unmet, Wanted,
 };
 pub use trace::{Trace, TraceError};

@@ -34,6 +34,7 @@ mod report;
 mod sharded;
 mod size;
 mod suggest;
+mod wanted;
 mod weights;
 
 pub use build::{BuildError, Misshapen, Missing, Mistyped, Unmet};
@@ -47,6 +48,7 @@ pub use naming::{Naming, Renaming};
 pub use quantized::QuantizedVarBuilder;
 pub use report::{Cast, Dequantized, HandOff, Report, Took, Unasked};
 pub use sharded::{ShardedVarBuilder, ShardedWeights};
+pub use wanted::Wanted;
 
 pub(crate) use backend::Terms;
 pub(crate) use suggest::Names;

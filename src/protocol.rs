@@ -203,6 +203,10 @@ pub struct LoadRequest {
     pub allow_nonfinite: bool,
     /// Quantize again what is quantized already.
     pub requantize: bool,
+    /// Take only the tensors that this trace names, cut for the rank as it says: a file, absolute.
+    pub only: Option<String>,
+    /// Which part to make; one of several tensor-parallel ranks needs a trace.
+    pub shard: ShardId,
 }
 
 /// How far a load has come.

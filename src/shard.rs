@@ -102,6 +102,12 @@ impl ShardId {
         *self == Self::default()
     }
 
+    /// Whether there can be such a part.
+    pub fn is_possible(&self) -> bool {
+        let parts = [self.tp, self.pp, self.dp, self.ep];
+        parts.into_iter().all(Part::is_possible)
+    }
+
     /// Each way of spreading, by the name that flags, options and texts give it.
     pub fn parts(&self) -> [(&'static str, Part); 4] {
         [

@@ -111,6 +111,7 @@ impl Workers {
             .args(request.imatrix.iter().map(|i| format!("--imatrix={i}")))
             .args(request.allow_nonfinite.then_some("--allow-nonfinite"))
             .args(request.requantize.then_some("--requantize"))
+            .args(part(&request))
             .arg("--socket-dir")
             .arg(&self.folder)
             .envs_removed(&NOT_INHERITED)
@@ -243,6 +244,7 @@ fn check(request: &LoadRequest) -> Result<(), Refused> {
         ("dtype", Some(&request.dtype), 128),
         ("recipe", request.quantize.as_ref(), MAX_TEXT),
         ("importance matrix", request.imatrix.as_ref(), MAX_TEXT),
+        ("trace", request.only.as_ref(), MAX_TEXT),
     ];
     for (what, value, limit) in fields {
         let Some(value) = value else { continue };
@@ -253,13 +255,42 @@ fn check(request: &LoadRequest) -> Result<(), Refused> {
             ));
         }
     }
-    if !request.model.starts_with('/') {
-        return Err(Refused::new(
-            Refusal::BadRequest,
-            format!("the model `{}` is not an absolute path", request.model),
+    let bad = |reason| Err(Refused::new(Refusal::BadRequest, reason));
+    for path in std::iter::once(&request.model).chain(&request.only) {
+        if !path.starts_with('/') {
+            return bad(format!("`{path}` is not an absolute path"));
+        }
+    }
+    if !request.shard.is_possible() {
+        return bad(format!("there is no part {}", request.shard));
+    }
+    if !request.shard.is_whole() && request.only.is_none() {
+        return bad(format!(
+            "nothing says what is in part {}: give a trace of what its engine asks for",
+            request.shard
         ));
     }
     Ok(())
+}
+
+/// The flags that say which part of a model is loaded.
+fn part(request: &LoadRequest) -> Vec<String> {
+    let mut flags = Vec::new();
+    let shard = request.shard;
+    if let Some(only) = &request.only {
+        flags.push(format!("--only={only}"));
+        if !shard.tp.is_whole() {
+            flags.push(format!("--plan={only}"));
+            flags.push(format!("--tp={}", shard.tp.size));
+            flags.push(format!("--tp-rank={}", shard.tp.rank));
+        }
+    }
+    for (flag, part) in [("pp", shard.pp), ("dp", shard.dp), ("ep", shard.ep)] {
+        if !part.is_whole() {
+            flags.push(format!("--{flag}={part}"));
+        }
+    }
+    flags
 }
 
 async fn read_tail(stderr: Option<ChildStderr>, tail: Arc<Mutex<Vec<u8>>>) {

@@ -47,6 +47,8 @@ fn load() -> Request {
         imatrix: None,
         allow_nonfinite: false,
         requantize: false,
+        only: None,
+        shard: Default::default(),
     })
 }
 
@@ -138,6 +140,8 @@ fn a_request_that_could_be_taken_for_a_flag_is_refused() {
             imatrix: None,
             allow_nonfinite: false,
             requantize: false,
+            only: None,
+            shard: Default::default(),
         });
         let (code, _) = refusal(ask(&daemon.connect(), &request));
         assert_eq!(code, Refusal::BadRequest, "{model:?}");
@@ -175,6 +179,8 @@ fn there_are_only_so_many_workers_and_they_end_with_the_daemon() {
         imatrix: None,
         allow_nonfinite: false,
         requantize: false,
+        only: None,
+        shard: Default::default(),
     });
     let (code, _) = refusal(ask(&daemon.connect(), &other));
     assert_eq!(code, Refusal::Busy);
@@ -201,6 +207,8 @@ fn models_to_begin_with_are_loaded_one_after_the_other() {
             imatrix: None,
             allow_nonfinite: false,
             requantize: false,
+            only: None,
+            shard: Default::default(),
         })
         .into();
     let _daemon = Daemon::start(config);

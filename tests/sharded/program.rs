@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use candle_ipc_cache::protocol::Refusal;
-use candle_ipc_cache::{AttachError, IpcCache, Trace};
+use candle_ipc_cache::{AttachError, IpcCache, Trace, Wanted};
 use candle_nn::var_builder::Shard;
 use serde_json::Value;
 
@@ -373,4 +373,73 @@ fn a_plan_is_shown_tensor_by_tensor() {
     let table = program().args(args).output().unwrap();
     let table = String::from_utf8_lossy(&table.stdout).into_owned();
     assert!(table.contains("slice along dimension 1"), "{table}");
+}
+
+#[test]
+fn an_engine_has_the_daemon_load_its_own_slices_where_nothing_is_there() {
+    let model = Model::new(1);
+    let daemon = Daemon::start();
+    let asked = |name: &str, dim: Option<u32>| candle_ipc_cache::trace::Asked {
+        name: name.into(),
+        shape: None,
+        dtype: None,
+        shard: dim.map(|dim| candle_ipc_cache::trace::ShardHint {
+            dim,
+            rank: 1,
+            size: 2,
+        }),
+    };
+    let trace = vec![asked("up.weight", Some(0)), asked("norm.weight", None)];
+    let wanted = Wanted::new(&model.model).trace(Trace::new(trace, Vec::new()));
+    let config = daemon.config("m").tensor_parallel(1, 2);
+    let load = || IpcCache::attach_or_load(&config, &Device::Cpu, &wanted);
+    let first = load().unwrap();
+    let names: Vec<&str> = first.manifest().names().collect();
+    assert_eq!(
+        names,
+        ["norm.weight", "up.weight"],
+        "nothing else was loaded"
+    );
+    let hint = Shard {
+        dim: 0,
+        rank: 1,
+        world_size: 2,
+    };
+    let vb = first.sharded(DType::F32);
+    let mine = vb.get_with_hints((), "up.weight", hint).unwrap();
+    let whole = candle_core::safetensors::load(&model.model, &Device::Cpu).unwrap();
+    let wanted_values = whole["up.weight"].narrow(0, 2, 2).unwrap();
+    assert_eq!(
+        mine.to_vec2::<f32>().unwrap(),
+        wanted_values.to_vec2::<f32>().unwrap()
+    );
+    assert_eq!(load().unwrap().epoch(), first.epoch(), "it is there now");
+    // The trace's file went with the request.
+    let left = std::fs::read_dir(daemon.dir()).unwrap();
+    let left = left.map(|e| e.unwrap().file_name().into_string().unwrap());
+    assert!(left.into_iter().all(|name| !name.starts_with("trace-")));
+
+    let all = Wanted::new(&model.model).quantize("f16");
+    let cache = IpcCache::attach_or_load(&daemon.config("all"), &Device::Cpu, &all).unwrap();
+    assert_eq!(cache.manifest().key.recipe, "f16");
+    for (config, wanted, says) in [
+        (
+            daemon.config("x"),
+            Wanted::new("/nowhere/at/all"),
+            "/nowhere/at/all",
+        ),
+        (
+            daemon.config("x"),
+            all.clone().quantize("q9k"),
+            "no type `q9k`",
+        ),
+        (
+            daemon.config("x").tensor_parallel(0, 2),
+            Wanted::new(&model.model),
+            "give a trace",
+        ),
+    ] {
+        let error = IpcCache::attach_or_load(&config, &Device::Cpu, &wanted).unwrap_err();
+        assert!(error.to_string().contains(says), "{says}: {error}");
+    }
 }

@@ -6,6 +6,7 @@ use std::path::Path;
 use anyhow::Context;
 use candle_ipc_cache::daemon::{self, Config, DaemonError, Listener, WorkerCommand};
 use candle_ipc_cache::protocol::LoadRequest;
+use candle_ipc_cache::shard::ShardId;
 use candle_ipc_cache::socket::folder;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -116,6 +117,8 @@ fn requests(args: &Args) -> anyhow::Result<Vec<LoadRequest>> {
                 imatrix: imatrix.clone(),
                 allow_nonfinite: args.quantize.allow_nonfinite,
                 requantize: args.quantize.requantize,
+                only: None,
+                shard: ShardId::default(),
             })
         })
         .collect()
