@@ -111,7 +111,9 @@ pub enum RecipeError {
         source: Box<RecipeError>,
     },
     /// A part that is neither a type nor `pattern=type`.
-    #[error("`{part}` is no rule: write `pattern=type`, for instance `lm_head=q6k`")]
+    #[error(
+        "`{part}` is no rule: write `pattern=type`, for instance `lm_head=q6k` or `default=q4k`"
+    )]
     Part {
         /// The part.
         part: String,

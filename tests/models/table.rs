@@ -12,11 +12,10 @@ use crate::harness::Row;
 const PATTERNS: usize = 4;
 
 const LEGEND: &str = "\
-# Models of candle-transformers
+Written by `CANDLE_CACHE_TEST_TABLE=FILE cargo test --test models`, not by hand; on a GPU with `--features cuda` and \
+`CANDLE_CACHE_TEST_DEVICE=cuda:0`.
 
-Written by `CANDLE_CACHE_TEST_TABLE=FILE cargo test --test models`, not by hand.
-
-Each model of candle-transformers 0.11.1 whose constructor takes a `VarBuilder` is made with `VarMap` on a tiny config, \
+Each model below, of candle-transformers 0.11.1, is made with `VarMap` on a tiny config, \
 saved, and loaded into the cache. It is then built from the file and from the cache. A row says in which dtypes the \
 outputs of the two were equal to the bit, and how many tensors and bytes the file has. Numbers in names are written `*`.
 ";
@@ -37,12 +36,16 @@ Copies are looked for in F32. Those that end with the constructor or with a forw
 
 const ON_A_GPU: &str = "
 - *requests*: tensors that the cache served to the constructor, without a copy.
-- *alive*: those of them that still lay in shared memory after the constructor, and after the first forward pass.
+- *alive*: those of them that the model, or what it is computed from, still held after the constructor, and after the first \
+forward pass: also where it does not read them any more.
+
+Requests are counted in F32: none where candle does not run the model in it.
 ";
 
 /// Markdown: what the columns mean, one row for each model, and the models that are not run.
 pub(crate) fn markdown(rows: &[Row], excluded: &[(&str, &str)], device: &Device) -> String {
-    let mut text = LEGEND.to_string();
+    let place = if device.is_cpu() { "CPU" } else { "GPU" };
+    let mut text = format!("# Models of candle-transformers on the {place}\n\n{LEGEND}");
     let (legend, head, columns) = if device.is_cpu() {
         (
             ON_THE_HOST,
@@ -58,7 +61,6 @@ pub(crate) fn markdown(rows: &[Row], excluded: &[(&str, &str)], device: &Device)
     };
     text.push_str(legend);
     let equal_in = |dtype: DType| rows.iter().filter(|r| r.dtypes.contains(&dtype)).count();
-    let place = if device.is_cpu() { "CPU" } else { "GPU" };
     writeln!(
         text,
         "\nOn the {place}: {} models in F32, {} in BF16.\n",
@@ -111,7 +113,11 @@ pub(crate) fn markdown(rows: &[Row], excluded: &[(&str, &str)], device: &Device)
     };
     let refused: String = rows.iter().map(refused).collect();
     if !refused.is_empty() {
-        write!(text, "\n## Not run by candle itself\n\n{refused}").unwrap();
+        write!(
+            text,
+            "\n## What candle itself does not run, or runs without a finite output\n\n{refused}"
+        )
+        .unwrap();
     }
     if !excluded.is_empty() {
         text.push_str("\n## Not run here\n\n");

@@ -206,11 +206,11 @@ fn print_table(rows: &[Row], key: &Key) {
     if odd > 0 {
         println!(
             "{odd} matrices stay as they are, because their rows are no whole blocks: a recipe can name what to fall back to, \
-             for instance `q4k/q8_0`"
+             after a slash: `.../q8_0` has blocks of 32"
         );
     }
     if !key.shard.is_whole() || key.selection != ALL {
-        println!("part {}: {}", key.shard, key.selection);
+        println!("part {}: {}; ranks are cut alike", key.shard, key.selection);
     }
 }
 
