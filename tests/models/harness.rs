@@ -369,7 +369,11 @@ fn from_cache(case: &Case, file: &Path, dtype: DType, device: &Device) -> Result
 
 /// The one place that says how an engine builds a model from the cache.
 fn rebuild(cache: &IpcCache, dtype: DType, build: Build, requests: &Requests) -> Result<Forward> {
-    build(counting(cache.var_builder(dtype), requests))
+    let build = |vb| {
+        let model = build(counting(vb, requests));
+        model.map_err(|e| candle_core::Error::Msg(format!("{e:#}")))
+    };
+    Ok(cache.build(dtype, build)?)
 }
 
 /// How often each name was asked for.
