@@ -6,9 +6,9 @@ use std::rc::Rc;
 use candle_core::{D, DType, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::var_builder::{Backend, Shard, VarBuilderArgs};
 use candle_nn::{Linear, RmsNorm};
-use candle_transformers::utils::{build_causal_mask, repeat_kv};
+use candle_transformers::utils::build_causal_mask;
 
-use crate::quantized::{Config, Rotation};
+use crate::quantized::{Config, Heads, Rotation};
 
 /// The ranks that a model is spread over, as one of them sees them.
 pub(crate) trait Group {
@@ -43,10 +43,8 @@ struct Layer {
     gate: Linear,
     up: Linear,
     down: Linear,
-    heads: usize,
-    key_heads: usize,
-    rotation: Rc<Rotation>,
-    past: Option<(Tensor, Tensor)>,
+    /// This rank's.
+    heads: Heads,
     group: Rc<dyn Group>,
 }
 
@@ -100,7 +98,7 @@ impl Parallel {
             )
         }
         let (dtype, device) = (weights.dtype(), weights.device().clone());
-        let rotation = Rc::new(Rotation::new(config, context, dtype, &device)?);
+        let rotation = Rotation::new(config, context, dtype, &device)?;
         let parts = Parts {
             weights,
             shard: Shard {
@@ -122,10 +120,7 @@ impl Parallel {
                 gate: parts.outputs(&name("mlp.gate_proj"))?,
                 up: parts.outputs(&name("mlp.up_proj"))?,
                 down: parts.inputs(&name("mlp.down_proj"))?,
-                heads: config.heads / size,
-                key_heads: config.key_heads / size,
-                rotation: rotation.clone(),
-                past: None,
+                heads: Heads::new(config.heads / size, config.key_heads / size, &rotation)?,
                 group: group.clone(),
             });
         }
@@ -205,45 +200,12 @@ impl Layer {
     }
 
     fn attend(&mut self, x: &Tensor, mask: Option<&Tensor>, position: usize) -> Result<Tensor> {
-        let (batch, length, _width) = x.dims3()?;
-        let split = |x: Tensor, heads: usize| {
-            let head = x.dim(D::Minus1)? / heads;
-            x.reshape((batch, length, heads, head))?
-                .transpose(1, 2)?
-                .contiguous()
-        };
-        let q = split(self.query.forward(x)?, self.heads)?;
-        let k = split(self.key.forward(x)?, self.key_heads)?;
-        let v = split(self.value.forward(x)?, self.key_heads)?;
-        let q = self.rotation.apply(&q, position)?;
-        let k = self.rotation.apply(&k, position)?;
-        let (k, v) = match &self.past {
-            Some((past_k, past_v)) if position > 0 => (
-                Tensor::cat(&[past_k, &k], 2)?,
-                Tensor::cat(&[past_v, &v], 2)?,
-            ),
-            _ => (k, v),
-        };
-        self.past = Some((k.clone(), v.clone()));
-
-        let k = repeat_kv(k, self.heads / self.key_heads)?;
-        let v = repeat_kv(v, self.heads / self.key_heads)?;
-        // In F32, as candle's Llama does.
-        let dtype = q.dtype();
-        let [q, k, v] = [q, k, v].map(|x| x.to_dtype(DType::F32));
-        let (q, k, v) = (q?, k?, v?);
-        let scores = (q.matmul(&k.t()?)? / (q.dim(D::Minus1)? as f64).sqrt())?;
-        let scores = match mask {
-            None => scores,
-            Some(mask) => {
-                let mask = mask.broadcast_as(scores.shape())?;
-                let hidden = Tensor::new(f32::NEG_INFINITY, scores.device())?;
-                mask.where_cond(&hidden.broadcast_as(scores.shape())?, &scores)?
-            }
-        };
-        let scores = candle_nn::ops::softmax_last_dim(&scores)?;
-        let y = scores.matmul(&v.contiguous()?)?.to_dtype(dtype)?;
-        let y = y.transpose(1, 2)?.flatten_from(2)?;
+        let (q, k, v) = (
+            self.query.forward(x)?,
+            self.key.forward(x)?,
+            self.value.forward(x)?,
+        );
+        let y = self.heads.attend(q, k, v, mask, position)?;
         self.group.sum(&self.attention_output.forward(&y)?)
     }
 }

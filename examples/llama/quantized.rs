@@ -296,7 +296,6 @@ impl Llama {
             })
         };
         let rotation = Rotation::new(config, context, DType::F32, device)?;
-        let minus_infinity = Tensor::new(f32::NEG_INFINITY, device)?;
         let names = config.form.names();
         let embedding = linear(names.embedding)?;
         // A checkpoint without an output matrix reuses the embedding's.
@@ -318,11 +317,7 @@ impl Llama {
                 gate: linear(&name(names.gate))?,
                 up: linear(&name(names.up))?,
                 down: linear(&name(names.down))?,
-                heads: config.heads,
-                key_heads: config.key_heads,
-                rotation: rotation.clone(),
-                minus_infinity: minus_infinity.clone(),
-                past: None,
+                heads: Heads::new(config.heads, config.key_heads, &rotation)?,
             });
         }
         Ok(Self {
@@ -362,11 +357,7 @@ struct Layer {
     gate: QMatMul,
     up: QMatMul,
     down: QMatMul,
-    heads: usize,
-    key_heads: usize,
-    rotation: Rotation,
-    minus_infinity: Tensor,
-    past: Option<(Tensor, Tensor)>,
+    heads: Heads,
 }
 
 impl Layer {
@@ -381,19 +372,57 @@ impl Layer {
     }
 
     fn attend(&mut self, x: &Tensor, mask: Option<&Tensor>, position: usize) -> Result<Tensor> {
-        let (batch, length, width) = x.dims3()?;
-        let head = width / self.heads;
+        let (q, k, v) = (
+            self.query.forward(x)?,
+            self.key.forward(x)?,
+            self.value.forward(x)?,
+        );
+        let y = self.heads.attend(q, k, v, mask, position)?;
+        self.attention_output.forward(&y)
+    }
+}
+
+/// One layer's heads, and the keys and values that they have seen.
+pub(crate) struct Heads {
+    queries: usize,
+    /// Each serves `queries / keys` query heads.
+    keys: usize,
+    rotation: Rotation,
+    minus_infinity: Tensor,
+    past: Option<(Tensor, Tensor)>,
+}
+
+impl Heads {
+    /// Heads that have seen nothing.
+    pub(crate) fn new(queries: usize, keys: usize, rotation: &Rotation) -> Result<Self> {
+        Ok(Self {
+            queries,
+            keys,
+            rotation: rotation.clone(),
+            minus_infinity: Tensor::new(f32::NEG_INFINITY, rotation.cosines.device())?,
+            past: None,
+        })
+    }
+
+    /// What the heads make of queries, keys and values, each of shape `(batch, length, heads * head)`, which stand at
+    /// `position` and on: a tensor of the queries' shape. Computed in F32. Position 0 begins a new text.
+    pub(crate) fn attend(
+        &mut self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Option<&Tensor>,
+        position: usize,
+    ) -> Result<Tensor> {
         let split = |x: Tensor, heads: usize| {
-            x.reshape((batch, length, heads, head))?
+            let (batch, length, width) = x.dims3()?;
+            x.reshape((batch, length, heads, width / heads))?
                 .transpose(1, 2)?
                 .contiguous()
         };
-        let q = split(self.query.forward(x)?, self.heads)?;
-        let k = split(self.key.forward(x)?, self.key_heads)?;
-        let v = split(self.value.forward(x)?, self.key_heads)?;
-        let q = self.rotation.apply(&q, position)?;
-        let k = self.rotation.apply(&k, position)?;
-
+        let q = self.rotation.apply(&split(q, self.queries)?, position)?;
+        let k = self.rotation.apply(&split(k, self.keys)?, position)?;
+        let v = split(v, self.keys)?;
         let (k, v) = match &self.past {
             Some((past_k, past_v)) if position > 0 => (
                 Tensor::cat(&[past_k, &k], 2)?,
@@ -403,9 +432,11 @@ impl Layer {
         };
         self.past = Some((k.clone(), v.clone()));
 
-        let k = repeat_kv(k, self.heads / self.key_heads)?;
-        let v = repeat_kv(v, self.heads / self.key_heads)?;
-        let scores = (q.matmul(&k.t()?)? / (head as f64).sqrt())?;
+        let dtype = q.dtype();
+        let q = q.to_dtype(DType::F32)?;
+        let k = repeat_kv(k, self.queries / self.keys)?.to_dtype(DType::F32)?;
+        let v = repeat_kv(v, self.queries / self.keys)?.to_dtype(DType::F32)?;
+        let scores = (q.matmul(&k.t()?)? / (q.dim(D::Minus1)? as f64).sqrt())?;
         let scores = match mask {
             None => scores,
             Some(mask) => {
@@ -415,9 +446,8 @@ impl Layer {
             }
         };
         let scores = candle_nn::ops::softmax_last_dim(&scores)?;
-        let y = scores.matmul(&v.contiguous()?)?;
-        let y = y.transpose(1, 2)?.reshape((batch, length, width))?;
-        self.attention_output.forward(&y)
+        let y = scores.matmul(&v.contiguous()?)?.to_dtype(dtype)?;
+        y.transpose(1, 2)?.flatten_from(2)
     }
 }
 
